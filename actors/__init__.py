@@ -1,0 +1,1 @@
+"""Ray shells around inference: rollout workers (vLLM), frozen scorers, and the routers that hold their handles."""

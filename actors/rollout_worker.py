@@ -1,0 +1,484 @@
+"""A rollout worker: one vLLM engine that turns prompts into rollouts and takes weight updates in flight.
+
+    RolloutRequest -> AsyncLLM (one engine request a sample, own seed) -> list[Rollout]
+    WeightSnapshot -> pause -> load and verify -> version -> resume
+
+``RolloutWorker`` is a plain class; the router makes it an async Ray actor, so that many requests are in flight at once
+(continuous batching). vLLM is imported inside ``start`` only: importing this module on the driver costs nothing.
+
+A worker serves exactly one version at a time. An update that fails anywhere *fences* it: what runs is aborted, further
+requests are refused with the reason, and only a complete, verified update opens it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_cluster.config import EngineConfig, PublishConfig
+from rlhf_cluster.protocols import RolloutRequest, WeightSnapshot
+from rlhf_cluster.types import FINISH_REASONS, FinishReason, Rollout, Sampling, VersionSpan
+from rlhf_cluster.weight_manifest import check_names
+
+logger = logging.getLogger(__name__)
+
+RECEIVER_EXTENSION = "actors.weight_receiver.WeightReceiverExtension"
+INITIAL_VERSION = 0
+
+
+class WorkerFenced(RuntimeError):
+    """The worker holds no complete verified version and refuses to generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTiming:
+    """Seconds generation stood still, and seconds from call to verified version."""
+
+    paused_s: float
+    total_s: float
+
+
+def engine_arguments(
+    *,
+    model: str,
+    dtype: str,
+    engine: EngineConfig,
+    max_model_len: int,
+    seed: int,
+    device: str,
+    publish: PublishConfig,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Keyword arguments of ``AsyncEngineArgs`` for training rollouts.
+
+    ``processed_logprobs`` puts the temperature into the reported log-probs, and ``generation_config="vllm"`` keeps the
+    model's own sampling defaults (top_p, repetition penalty) out, so that what is reported is what was sampled from.
+
+    Raises:
+        ValueError: for settings that would reuse a KV cache of older weights for new prompts.
+    """
+    if publish.kv_cache == "keep" and engine.prefix_caching:
+        raise ValueError(
+            "publish.kv_cache: keep with rollout.engine.prefix_caching: true would answer new prompts from a cache "
+            "of older weights; set kv_cache: recompute or prefix_caching: false"
+        )
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "tensor_parallel_size": engine.tensor_parallel,
+        "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp",
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+        "enforce_eager": engine.enforce_eager,
+        "enable_prefix_caching": engine.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "weight_transfer_config": {"backend": publish.backend},
+        "worker_extension_cls": RECEIVER_EXTENSION,
+        "disable_log_stats": True,
+        "enable_log_requests": False,
+    }
+    if device == "cpu":
+        # An explicit size also makes vLLM skip the warm-up forward that would otherwise measure memory.
+        arguments["kv_cache_memory_bytes"] = engine.cpu_kv_cache_gib << 30
+    else:
+        arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    return arguments
+
+
+def engine_environment(engine: EngineConfig, device: str) -> dict[str, str]:
+    """Environment of the worker's process; vLLM's engine process inherits it. Holds no secrets."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("XL","WARNING"),
+        # An engine is never spread over nodes, so its own rendezvous stays on loopback.
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    if device == "cpu":
+        environment |= {
+            # Otherwise vLLM replaces the "uni" executor and runs the model in a third process with a third import.
+            # AsyncLLM still runs its engine in a process of its own.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(engine.cpu_threads),
+            # Engine, scorers and learner share cores: a thread that spins at a barrier takes one from the others.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+    return environment
+
+
+def sampling_arguments(sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Keyword arguments of ``SamplingParams``: neutral sampling, so that the policy itself is what is sampled."""
+    return {
+        "n": 1,
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": sampling.seed,
+        "min_tokens": 0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": list(stop_token_ids),
+        "ignore_eos": False,
+        # 0: the sampled token's log-prob and no others.
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+    }
+
+
+def stop_token_ids(model_folder: Path, tokenizer_eos: int | None) -> list[int]:
+    """Every id that ends an answer: the tokenizer's EOS and those of config.json and generation_config.json.
+
+    ``generation_config="vllm"`` makes the engine ignore the last of these, and chat models keep their end-of-turn
+    id there.
+    """
+    ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("config.json", "generation_config.json"):
+        file = model_folder / name
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        ids.update([found] if isinstance(found, int) else found or [])
+    return sorted(ids)
+
+
+def checkpoint_weight_names(model_folder: Path) -> list[str]:
+    """Names an update must bring: those of the folder's safetensors files, a tied head left out.
+
+    Raises:
+        ValueError: when the folder holds no safetensors.
+    """
+    from safetensors import safe_open
+
+    files = sorted(model_folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"model folder {model_folder} holds no *.safetensors; save the model with save_pretrained (safetensors is "
+            "its default format)"
+        )
+    names: set[str] = set()
+    for file in files:
+        with safe_open(str(file), framework="numpy") as opened:
+            names.update(opened.keys())
+    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    if config.get("tie_word_embeddings", False):
+        names.discard("lm_head.weight")
+    # Checkpoints of old transformers versions carry this derived buffer; no model has it as a weight.
+    return sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))
+
+
+def nccl_init_info(transport: Mapping[str, Any], *, slot: int, tensor_parallel: int) -> dict[str, Any]:
+    """Init info of vLLM's nccl backend for worker ``slot``.
+
+    The learner's sending rank is NCCL rank 0; the engines' GPUs follow in slot order. ``transport["nccl"]`` holds what
+    the learner chose: master_address, master_port, world_size, and packed with its buffer sizes.
+    """
+    return {**transport["nccl"], "rank_offset": 1 + slot * tensor_parallel}
+
+
+def nccl_update_info(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Update info of vLLM's nccl backend: tensors in the manifest's order, which is the order of the broadcasts."""
+    tensors = manifest["tensors"]
+    return {
+        "names": list(tensors),
+        "dtype_names": [entry["dtype"] for entry in tensors.values()],
+        "shapes": [list(entry["shape"]) for entry in tensors.values()],
+    }
+
+
+def version_spans(
+    reported: Sequence[Any] | None, n_tokens: int, start_version: int
+) -> tuple[VersionSpan, ...]:
+    """Spans as the engine labelled its steps; one empty span at ``start_version`` when no token was sampled.
+
+    ``reported`` are vLLM's ``WeightVersionSpan(version, start, end)``.
+    """
+    if n_tokens == 0:
+        return (VersionSpan(start_version, 0, 0),)
+    return tuple(VersionSpan(int(span.version), span.start, span.end) for span in reported or ())
+
+
+class RolloutWorker:
+    """One engine and the version it serves. Create, ``await start()``, then generate and update concurrently.
+
+    Args:
+        index: stable slot number, also in error texts ("rollout worker 1").
+        model: Hugging Face folder of the initial policy (version 0).
+        max_model_len: longest prompt plus answer, tokens.
+        seed: engine seed; every sample brings its own besides.
+        device: "cpu" or "cuda".
+    """
+
+    def __init__(
+        self,
+        index: int,
+        model: str,
+        dtype: str,
+        engine: EngineConfig,
+        max_model_len: int,
+        seed: int,
+        device: str,
+        publish: PublishConfig,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.name = f"rollout worker {index}"
+        self._index = index
+        self._folder = Path(model)
+        self._engine_config = engine
+        self._publish = publish
+        self._device = device
+        self._arguments = engine_arguments(
+            model=model,
+            dtype=dtype,
+            engine=engine,
+            max_model_len=max_model_len,
+            seed=seed,
+            device=device,
+            publish=publish,
+            trust_remote_code=trust_remote_code,
+        )
+        self._max_model_len = max_model_len
+        self._engine: Any = None
+        self._version = INITIAL_VERSION
+        self._fenced: str | None = "it has not started"
+        self._stop_ids: list[int] = []
+        self._weight_names: list[str] = []
+        self._transfer_ready = False
+        self._updating = asyncio.Lock()
+        self._sampling_logged = False
+
+    async def start(self) -> int:
+        """Bring the engine up on the initial policy and return its version (0).
+
+        Raises:
+            ValueError: no safetensors in the model folder. RuntimeError: the engine refused a setting.
+        """
+        os.environ.update(engine_environment(self._engine_config, self._device))
+        self._weight_names = checkpoint_weight_names(self._folder)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if self._device == "cpu":
+            _register_model_in_process(self._folder)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+        mode = self._engine.model_config.logprobs_mode
+        if mode != "processed_logprobs":
+            raise RuntimeError(f"{self.name}: engine reports {mode}; training needs processed_logprobs")
+        self._stop_ids = stop_token_ids(self._folder, getattr(self._engine.get_tokenizer(), "eos_token_id", None))
+        await self._engine.update_weight_version(str(INITIAL_VERSION))
+        self._fenced = None
+        return self._version
+
+    @property
+    def version(self) -> int:
+        """The newest version applied and verified here."""
+        return self._version
+
+    @property
+    def fenced(self) -> str | None:
+        """Why generation is refused, None when it is not."""
+        return self._fenced
+
+    async def generate(self, request: RolloutRequest) -> list[Rollout]:
+        """One Rollout per entry of ``request.sampling``, in that order.
+
+        Raises:
+            WorkerFenced: the worker is fenced, or became so while this ran. ValueError: prompt and answer together
+            exceed the engine's length.
+        """
+        self._check_open()
+        longest = len(request.prompt.token_ids) + max(sampling.max_new_tokens for sampling in request.sampling)
+        if longest > self._max_model_len:
+            raise ValueError(
+                f"{self.name}: group {request.group_id} may reach {longest} tokens, the engine holds "
+                f"{self._max_model_len}; raise data.max_prompt_tokens or lower rollout.max_new_tokens"
+            )
+        samples = [
+            asyncio.ensure_future(self._sample(request, number, sampling))
+            for number, sampling in enumerate(request.sampling)
+        ]
+        try:
+            return await asyncio.gather(*samples)
+        finally:
+            # A group is whole: when one sample fails, or the caller gives up, the engine stops working on the rest.
+            for sample in samples:
+                sample.cancel()
+
+    async def _sample(self, request: RolloutRequest, number: int, sampling: Sampling) -> Rollout:
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        arguments = sampling_arguments(sampling, self._stop_ids)
+        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
+        if not self._sampling_logged:
+            self._sampling_logged = True
+            logger.info("%s samples with %s", self.name, {k: v for k, v in arguments.items() if k != "seed"})
+        start_version = self._version
+        rollout_id = f"{request.group_id}/{request.attempt}/{number}"
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
+        final = None
+        async for output in self._engine.generate(prompt, params, rollout_id):
+            final = output
+        self._check_open()
+        if final is None or not final.finished:
+            raise RuntimeError(f"{self.name}: the engine ended {rollout_id} without a result")
+        answer = final.outputs[0]
+        if answer.finish_reason not in FINISH_REASONS:
+            raise RuntimeError(f"{self.name}: the engine ended {rollout_id} with {answer.finish_reason!r}")
+        reason: FinishReason = answer.finish_reason
+        token_ids = np.asarray(answer.token_ids, dtype=np.int32)
+        return Rollout(
+            rollout_id=rollout_id,
+            attempt=request.attempt,
+            group_id=request.group_id,
+            prompt_token_ids=np.asarray(request.prompt.token_ids, dtype=np.int32),
+            token_ids=token_ids,
+            behaviour_logprobs=_sampled_logprobs(answer.logprobs, token_ids),
+            version_spans=version_spans(answer.weight_versions, len(token_ids), start_version),
+            finish_reason=reason,
+            sampling=sampling,
+        )
+
+    async def update_weights(self, snapshot: WeightSnapshot) -> UpdateTiming:
+        """Apply and verify ``snapshot``; running requests go on under the new weights.
+
+        Updates wait for one another. An update once begun runs to its end even when the caller stops waiting.
+
+        Raises:
+            WeightMismatch, or what the engine raised: the worker is fenced then.
+            ValueError: the version is not newer than the one served.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._update(snapshot)))
+
+    async def _update(self, snapshot: WeightSnapshot) -> UpdateTiming:
+        async with self._updating:
+            begun = time.monotonic()
+            if snapshot.version <= self._version and self._fenced is None:
+                raise ValueError(f"{self.name} serves version {self._version}; got an update to {snapshot.version}")
+            paused_at: float | None = None
+            try:
+                check_names(
+                    self._weight_names, snapshot.manifest["tensors"], what=f"{self.name}, version {snapshot.version}"
+                )
+                update = await self._prepare_transfer(snapshot)
+                paused_at = time.monotonic()
+                await self._apply(update, snapshot.version)
+                self._version = snapshot.version
+                self._fenced = None
+                await self._engine.resume_generation()
+            except BaseException as error:
+                await self._fence(f"the update to version {snapshot.version} failed: {error}", paused_at is not None)
+                raise
+            ended = time.monotonic()
+            return UpdateTiming(paused_s=ended - paused_at, total_s=ended - begun)
+
+    async def _prepare_transfer(self, snapshot: WeightSnapshot) -> dict[str, Any]:
+        """Everything that can be done while generation runs; returns the backend's update info."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if self._publish.backend == "nccl":
+            tensor_parallel = self._engine_config.tensor_parallel
+            init_info = nccl_init_info(snapshot.transport, slot=self._index, tensor_parallel=tensor_parallel)
+            update = nccl_update_info(snapshot.manifest)
+        else:
+            init_info = {"names": self._weight_names}
+            path = await asyncio.to_thread(_materialise, snapshot)
+            update = {"path": str(path), "tensors": {k: dict(v) for k, v in snapshot.manifest["tensors"].items()}}
+        if not self._transfer_ready:
+            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+            self._transfer_ready = True
+        return update
+
+    async def _apply(self, update: dict[str, Any], version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        recompute = self._publish.kv_cache == "recompute"
+        await self._engine.pause_generation(mode="keep", clear_cache=recompute)
+        await self._engine.start_weight_update()
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+        await self._engine.finish_weight_update(weight_version=str(version))
+        if recompute and not await self._engine.reset_prefix_cache():
+            raise RuntimeError(f"{self.name}: the engine could not drop its KV cache of older weights")
+
+    async def _fence(self, reason: str, engine_touched: bool) -> None:
+        self._fenced = reason
+        logger.error("%s is fenced: %s", self.name, reason)
+        try:
+            if engine_touched:
+                await self._engine.collective_rpc("abandon_weight_update")
+            # Leaves the engine paused; the aborted requests end their generate calls with WorkerFenced.
+            await self._engine.pause_generation(mode="abort", clear_cache=True)
+        except Exception:
+            logger.exception("%s: the engine did not stop cleanly after a failed update", self.name)
+
+    def _check_open(self) -> None:
+        if self._fenced is not None:
+            raise WorkerFenced(f"{self.name} does not generate: {self._fenced}")
+
+    async def close(self) -> None:
+        """Stop the engine process."""
+        self._fenced = "it was closed"
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+def _sampled_logprobs(flat: Any, token_ids: np.ndarray) -> np.ndarray:
+    """(T,) log-probs of the sampled tokens, nats; the engine lists the sampled token first at each position."""
+    starts = np.asarray(flat.start_indices if flat is not None else [], dtype=np.int64)
+    if len(starts) != len(token_ids):
+        raise RuntimeError(f"the engine returned {len(starts)} log-probs for {len(token_ids)} tokens")
+    if not len(starts):
+        return np.empty(0, dtype=np.float32)
+    if not np.array_equal(np.asarray(flat.token_ids)[starts], token_ids):
+        raise RuntimeError("the engine's log-probs belong to other tokens than it sampled")
+    return np.asarray(flat.logprobs, dtype=np.float32)[starts]
+
+
+def _materialise(snapshot: WeightSnapshot) -> Path:
+    """Path of the snapshot on this node, fetched from Ray's object store when the learner wrote it on another.
+
+    ``transport["object"]`` is a reference to the file's bytes as a uint8 array.
+    """
+    if snapshot.path.exists():
+        return snapshot.path
+    if "object" not in snapshot.transport:
+        raise FileNotFoundError(f"snapshot {snapshot.path} is not on this node and carries no object to fetch it from")
+    import ray
+
+    content = np.asarray(ray.get(snapshot.transport["object"]))
+    snapshot.path.parent.mkdir(parents=True, exist_ok=True)
+    # Workers of one node may fetch at once: each writes its own file, the rename is atomic and they are the same.
+    partial = snapshot.path.with_name(f".{snapshot.path.name}.{os.getpid()}")
+    partial.write_bytes(memoryview(content))
+    partial.replace(snapshot.path)
+    return snapshot.path
+
+
+def _register_model_in_process(folder: Path) -> None:
+    """Import the model class here, so that vLLM does not start a process (and import itself again) to look at it."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for architecture in config.get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if isinstance(known, _LazyRegisteredModel):
+            ModelRegistry.register_model(architecture, known.load_model_cls())

@@ -1,0 +1,1 @@
+"""The system without its hardware: config, records, control loop, queue, numerics, metrics, CLI."""

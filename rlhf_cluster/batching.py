@@ -1,0 +1,103 @@
+"""Samples -> token-balanced micro-batches per rank. Standard library and numpy only.
+
+A micro-batch is padded to its longest row, so its cost is rows * longest, in tokens. All ranks run the same number of
+micro-batches per minibatch, because every forward may hold a collective (ZeRO-3 gathers): a rank with less work ends
+with empty micro-batches, which the learner runs as padding of zero weight.
+
+Example, 2 ranks, budget 8 tokens, lengths [5, 4, 4, 3]: rank 0 takes samples 0 and 3 (8 tokens), rank 1 takes 1 and 2.
+Rank 0 cannot pad both of its rows to 5 within 8, so it has two micro-batches; rank 1 has one of 2*4 and an empty one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MicroBatch = tuple[int, ...]
+"""Indices into ``lengths``, longest first; empty for a padding micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatchPlan:
+    """One optimizer step: ``ranks[r]`` are the micro-batches of rank r, equally many on every rank."""
+
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward/backward passes each rank runs."""
+        return len(self.ranks[0])
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Every sample of this minibatch, ascending."""
+        return tuple(sorted(index for rank in self.ranks for micro_batch in rank for index in micro_batch))
+
+
+def plan_minibatches(
+    lengths: Sequence[int], *, ranks: int, minibatches: int, micro_batch_tokens: int, seed: int, epoch: int
+) -> tuple[MiniBatchPlan, ...]:
+    """One pass over the batch in a shuffled order that depends on (seed, epoch) alone.
+
+    Args:
+        lengths: prompt + response tokens of each sample, at least 1.
+        minibatches: optimizer steps in this pass; their sample counts differ by at most one.
+        micro_batch_tokens: bound of rows * longest; a single row above it gets a micro-batch of its own.
+        seed, epoch: non-negative. Give every learner step its own seed.
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    if not 1 <= minibatches <= len(lengths):
+        raise ValueError(
+            f"learner.minibatches must lie between 1 and the {len(lengths)} samples of the batch, got {minibatches}"
+        )
+    _check(lengths, ranks, micro_batch_tokens)
+    order = np.random.default_rng((seed, epoch)).permutation(len(lengths))
+    return tuple(
+        _plan(lengths, part.tolist(), ranks, micro_batch_tokens) for part in np.array_split(order, minibatches)
+    )
+
+
+def forward_plan(lengths: Sequence[int], *, ranks: int, micro_batch_tokens: int) -> MiniBatchPlan:
+    """Every sample once, for passes without gradient. Arguments and errors as in ``plan_minibatches``."""
+    _check(lengths, ranks, micro_batch_tokens)
+    return _plan(lengths, list(range(len(lengths))), ranks, micro_batch_tokens)
+
+
+def _check(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> None:
+    if ranks < 1:
+        raise ValueError(f"learner.ranks must be at least 1, got {ranks}")
+    if micro_batch_tokens < 1:
+        raise ValueError(f"learner.micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
+    if any(length < 1 for length in lengths):
+        raise ValueError(f"every sample needs at least 1 token, got lengths {list(lengths)}")
+
+
+def _plan(lengths: Sequence[int], indices: list[int], ranks: int, micro_batch_tokens: int) -> MiniBatchPlan:
+    # Longest first serves three ends: greedy assignment to the lightest rank balances best (LPT, Graham 1969), the
+    # first micro-batch needs the most memory, so a budget that is too large fails at once, and rows of one
+    # micro-batch are alike in length.
+    by_length = sorted(indices, key=lambda index: -lengths[index])
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for index in by_length:
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(index)
+        heapq.heappush(loads, (load + lengths[index], rank))
+    packed = [_pack(lengths, share, micro_batch_tokens) for share in shares]
+    count = max(len(micro_batches) for micro_batches in packed)
+    return MiniBatchPlan(tuple((*micro_batches, *[()] * (count - len(micro_batches))) for micro_batches in packed))
+
+
+def _pack(lengths: Sequence[int], longest_first: list[int], micro_batch_tokens: int) -> list[MicroBatch]:
+    micro_batches: list[list[int]] = []
+    for index in longest_first:
+        if micro_batches and (len(micro_batches[-1]) + 1) * lengths[micro_batches[-1][0]] <= micro_batch_tokens:
+            micro_batches[-1].append(index)
+        else:
+            micro_batches.append([index])
+    return [tuple(micro_batch) for micro_batch in micro_batches]

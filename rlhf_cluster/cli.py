@@ -1,0 +1,146 @@
+"""The command line: ``rlhf ...`` and ``python -m rlhf_cluster ...``.
+
+Exit codes: 0 done; 2 bad config or data, before Ray starts; 1 failure while running, naming the first cause; 130/143
+stopped by SIGINT/SIGTERM with the state saved.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rlhf_cluster.config import Config, derived_table
+from rlhf_cluster.config_io import ConfigError, dump_config, load_config
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Align language models with an actor/learner RLHF system on Ray.",
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="YAML config, e.g. configs/demo_smollm2.yaml.", metavar="CONFIG")]
+OverridesArgument = Annotated[
+    list[str] | None, typer.Argument(help="Overrides, e.g. learner.policy_lr=1e-6 run.steps=10.", metavar="[KEY=VALUE]...")
+]
+
+
+class Resume(StrEnum):
+    auto = "auto"
+    required = "required"
+    never = "never"
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    resume: Annotated[
+        Resume, typer.Option(help="auto: continue when the run folder has a checkpoint; required: refuse to start fresh.")
+    ] = Resume.auto,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what it comes to; exit.")] = False,
+) -> None:
+    """Train a policy by asynchronous PPO."""
+    resolved = _load(config, overrides)
+    if dry_run:
+        _print_dry_run(resolved)
+        return
+    from rlhf_cluster import launch
+
+    _exit(launch.guard(lambda: launch.train(resolved, resume=resume.value)))
+
+
+@app.command("reward-model")
+def reward_model(
+    base: Annotated[Path, typer.Argument(help="Hugging Face folder of the model whose features the head reads.")],
+    pairs: Annotated[Path, typer.Argument(help="JSONL of preference pairs: prompt, chosen, rejected.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write the reward model to.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    attention: Annotated[str, typer.Option(help="eager, sdpa or flash_attention_2.")] = "sdpa",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out split.")] = 0,
+) -> None:
+    """Fit a scalar reward head on frozen features of BASE to preference pairs."""
+    from rlhf_cluster import launch
+
+    _exit(
+        launch.guard(
+            lambda: launch.fit_reward_model(
+                base, pairs, out, dtype=dtype, attention=attention, threads=threads, seed=seed
+            )
+        )
+    )
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    policy: Annotated[Path | None, typer.Option(help="Model folder to evaluate instead of model.policy.")] = None,
+) -> None:
+    """Evaluate a policy on the held-out prompts of CONFIG."""
+    resolved = _load(config, overrides)
+    from rlhf_cluster import launch
+
+    _exit(launch.guard(lambda: launch.evaluate_folder(resolved, policy)))
+
+
+@app.command()
+def submit(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    address: Annotated[str, typer.Option(help="Address of the cluster's job server.")] = "http://127.0.0.1:8265",
+    follow: Annotated[bool, typer.Option(help="Stay and print the job's log.")] = True,
+) -> None:
+    """Check CONFIG here, then run it on a cluster with `ray job submit`."""
+    _load(config, overrides)
+    from rlhf_cluster import launch, submit as submission
+
+    _exit(launch.guard(lambda: submission.submit_job(config, overrides or [], address=address, follow=follow)))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the models and the run.")] = Path("runs/demo"),
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of configs/demo_smollm2.yaml.")] = None,
+) -> None:
+    """Align SmolLM2-135M-Instruct on this machine: pairs, reward model, PPO, held-out evaluation."""
+    from rlhf_cluster import launch
+    from rlhf_cluster.demo import main as demo_main
+
+    _exit(launch.guard(lambda: demo_main.run(out, overrides or [])))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    app()
+
+
+def _load(path: Path, overrides: list[str] | None) -> Config:
+    try:
+        return load_config(path, overrides or [])
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _print_dry_run(config: Config) -> None:
+    typer.echo(dump_config(config))
+    table = Table(title="What this comes to", title_justify="left")
+    table.add_column("quantity")
+    table.add_column("value", justify="right")
+    for name, value in derived_table(config).items():
+        table.add_row(name.replace("_", " "), f"{value:,}")
+    Console().print(table)
+
+
+def _exit(code: int) -> NoReturn:
+    raise typer.Exit(code)

@@ -1,0 +1,416 @@
+"""Versioned experience queue: admission, ordering, staleness, eviction, ledger.
+
+B = groups_per_batch, K = max_staleness, v = learner version. A group is *due* at the version whose batch must train
+it at the latest: its admitted start version + K while it is dispatched, its min_version + K once it was put. Each
+version is a slot for B groups. Admission keeps the schedule feasible, so that earliest-due-first trains everything in
+time: 0 <= v - min_version <= K for every token handed out, and at most (K+1)*B groups are outstanding.
+
+Worked example, K=2, B=2, v=0. Four dispatched groups are due at 1, two ready groups at 2. The batch for 0 must hold
+n(1) = 4 - (1-0)*2 = 2 groups due by 1; training the two ready ones would leave four groups for the single slot of
+version 1. So ``next_batch`` waits for two of the four, although nothing is due now.
+
+    admit --> dispatched -- put --> queued -- next_batch --> trained -- advance(v+1): closed
+                  |                    |                        +------ advance(v), skipped step: failed
+                  +---- retire --------+--> filtered, failed, aborted, surplus, stale
+
+The queue is used from one event loop: only ``next_batch`` waits, and the controller is its only caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from rlhf_cluster.group_codec import group_from_json, group_to_json
+from rlhf_cluster.ledger import RETIRE_REASONS, UNDELIVERED, Count, Ledger
+from rlhf_cluster.protocols import Clock
+from rlhf_cluster.schedule import Schedule
+from rlhf_cluster.types import Prompt, ScoredGroup
+
+
+class NotAdmissible(RuntimeError):
+    """Admitting now would make the schedule infeasible; try again after ``advance``, ``retire`` or a newer worker."""
+
+
+class BatchTimeout(TimeoutError):
+    """The batch for ``version`` cannot form in time; ``group_ids`` are the overdue groups it waits for.
+
+    No group ids: too few groups are outstanding to fill the batch, and nothing was admitted for a whole deadline.
+    """
+
+    def __init__(self, version: int, group_ids: tuple[str, ...]) -> None:
+        self.version = version
+        self.group_ids = group_ids
+        waited_for = f"overdue groups {', '.join(group_ids)}" if group_ids else "new groups: nothing was admitted"
+        super().__init__(f"batch for version {version}: deadline passed waiting for {waited_for}")
+
+
+class PutResult(StrEnum):
+    QUEUED = "queued"
+    DUPLICATE = "duplicate"
+    """A reply for an attempt that is over, or that was put already. Counted, never trained."""
+    STALE = "stale"
+    """Too old for every batch that is still open. The attempt is retired; its prompt may be re-issued."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One dispatch of one issue of a prompt; ``attempt`` counts from 0 per group id.
+
+    ``start_version`` is what the chosen worker held at admission: a lower bound for every token of the group.
+    """
+
+    group_id: str
+    attempt: int
+    start_version: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An outstanding attempt, or one of the batch in training. ``order`` numbers admissions."""
+
+    attempt: Attempt
+    order: int
+    admitted_at: float
+    due: int
+    group: ScoredGroup | None = None
+
+    @property
+    def state(self) -> str:
+        return "dispatched" if self.group is None else "queued"
+
+    @property
+    def size(self) -> Count:
+        if self.group is None:
+            return UNDELIVERED
+        return Count(1, len(self.group.rollouts), self.group.n_tokens)
+
+
+class ExperienceQueue:
+    """See the module docstring. The learner version starts at 0; ``advance`` sets it, also on resume.
+
+    Args:
+        groups_per_batch: B, groups trained by one learner step.
+        max_staleness: K, versions; 0 is synchronous training.
+        clock: where deadlines are measured.
+        group_deadline_s: seconds from admission after which a group that the learner waits for is overdue.
+    """
+
+    def __init__(self, *, groups_per_batch: int, max_staleness: int, clock: Clock, group_deadline_s: float) -> None:
+        if groups_per_batch < 1:
+            raise ValueError(f"queue.groups_per_batch must be at least 1, got {groups_per_batch}")
+        if max_staleness < 0:
+            raise ValueError(f"queue.max_staleness must be 0 (synchronous) or more, got {max_staleness}")
+        if not group_deadline_s > 0:
+            raise ValueError(f"queue.group_deadline_s must be more than 0 seconds, got {group_deadline_s}")
+        self.groups_per_batch = groups_per_batch
+        self.max_staleness = max_staleness
+        self.group_deadline_s = group_deadline_s
+        self.ledger = Ledger()
+        self._clock = clock
+        self._version = 0
+        self._admissions = 0
+        self._entries: dict[str, _Entry] = {}  # by group id, in admission order
+        self._in_training: list[_Entry] | None = None
+        self._last_attempt: dict[str, int] = {}  # highest attempt per group id ever admitted: tells late from unknown
+        self._schedule = Schedule(groups_per_batch, max_staleness)
+        self._last_admitted_at = -math.inf
+        self._waiting_since: float | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def learner_version(self) -> int:
+        return self._version
+
+    @property
+    def outstanding(self) -> int:
+        """Groups admitted and neither trained nor retired."""
+        return len(self._entries)
+
+    @property
+    def in_training(self) -> int:
+        """Groups of the batch that was handed out and is not closed yet."""
+        return len(self._in_training or ())
+
+    @property
+    def queued(self) -> int:
+        """Groups put and waiting to be trained."""
+        return self.ledger.counts["queued"].groups
+
+    @property
+    def oldest_lag(self) -> int:
+        """Versions between the learner and the oldest queued token; 0 when nothing is queued."""
+        due = self._schedule.earliest_ready
+        return 0 if due is None else self._version + self.max_staleness - due
+
+    @property
+    def first_open(self) -> int:
+        """The first version whose batch is not taken yet: the next one while a batch is in training."""
+        return self._version if self._in_training is None else self._version + 1
+
+    def can_admit(self, start_version: int) -> bool:
+        """Whether a group may start now on a worker that holds ``start_version`` (a lower bound)."""
+        last = self._version + self.max_staleness
+        fits = self._schedule.fits(start_version + self.max_staleness, self.first_open, last)
+        return start_version >= 0 and fits
+
+    def admit(self, prompt: Prompt, start_version: int, *, group_id: str | None = None) -> Attempt:
+        """Take a slot for one dispatch of ``prompt``; the next attempt of its group id.
+
+        ``group_id`` names one issue of a prompt in one epoch. Give it when prompt ids repeat between epochs;
+        by default it is the prompt id.
+
+        Raises:
+            NotAdmissible: the schedule would not stay feasible (see ``can_admit``).
+            ValueError: an attempt of this group id is outstanding or in the batch in training.
+        """
+        group_id = prompt.prompt_id if group_id is None else group_id
+        if group_id in self._entries or any(group_id == entry.attempt.group_id for entry in self._in_training or ()):
+            current = self._last_attempt[group_id]
+            raise ValueError(
+                f"group {group_id}: attempt {current} is outstanding or in training; it must be retired, or its batch "
+                "closed by advance(), before the prompt is issued again"
+            )
+        if not self.can_admit(start_version):
+            raise NotAdmissible(
+                f"group {group_id}: start version {start_version} is not admissible at learner version "
+                f"{self._version} (first open batch {self.first_open}, max_staleness {self.max_staleness}, "
+                f"{self.outstanding} groups outstanding, {self.groups_per_batch} a batch)"
+            )
+        attempt = Attempt(group_id, self._last_attempt.get(group_id, -1) + 1, start_version)
+        self._last_attempt[group_id] = attempt.attempt
+        self._last_admitted_at = self._clock.now()
+        entry = _Entry(attempt, self._admissions, self._last_admitted_at, start_version + self.max_staleness)
+        self._insert(entry)
+        self._admissions += 1
+        self.ledger.admit()
+        self._settle()
+        return attempt
+
+    def put(self, group: ScoredGroup) -> PutResult:
+        """Deliver the scored group of a dispatched attempt. Safe to repeat after a lost reply.
+
+        Raises:
+            ValueError: the group was never admitted, or its versions cannot be true (below the admitted start
+                version, above the learner's). Nothing is queued and the attempt stays dispatched.
+        """
+        entry = self._entries.get(group.group_id)
+        size = Count(1, len(group.rollouts), group.n_tokens)
+        if entry is None or entry.attempt.attempt != group.attempt or entry.group is not None:
+            if not 0 <= group.attempt <= self._last_attempt.get(group.group_id, -1):
+                raise ValueError(f"group {group.group_id}: attempt {group.attempt} was never admitted")
+            self.ledger.duplicate(size)
+            self._settle()
+            return PutResult.DUPLICATE
+        start_version = entry.attempt.start_version
+        if group.min_version < start_version or group.max_version > self._version:
+            raise ValueError(
+                f"group {group.group_id}: sampled under versions {group.min_version} to {group.max_version}, which "
+                f"must lie between its start version {start_version} and the learner version {self._version}; "
+                "the worker reports versions it did not hold"
+            )
+        due = group.min_version + self.max_staleness
+        if due < self.first_open:
+            self._remove(entry)
+            self.ledger.deliver(size, "stale")
+            self._settle()
+            return PutResult.STALE
+        self._schedule.remove(entry.due, ready=False)
+        entry.due, entry.group = due, group
+        self._schedule.add(due, ready=True)
+        self.ledger.deliver(size, "queued")
+        self._settle()
+        return PutResult.QUEUED
+
+    def retire(self, group_id: str, attempt: int, reason: str) -> bool:
+        """End an outstanding attempt without training it; its capacity is free at once.
+
+        Returns False, and changes nothing, when that attempt is over already (trained, retired or superseded).
+
+        Raises:
+            ValueError: ``reason`` is not one of RETIRE_REASONS.
+        """
+        if reason not in RETIRE_REASONS:
+            raise ValueError(f"retire reason {reason!r} of group {group_id} is not one of {RETIRE_REASONS}")
+        entry = self._entries.get(group_id)
+        if entry is None or entry.attempt.attempt != attempt:
+            return False
+        self.ledger.move(entry.size, entry.state, reason)
+        self._remove(entry)
+        self._settle()
+        return True
+
+    async def next_batch(self) -> list[ScoredGroup]:
+        """The B groups that the learner trains at its current version, in admission order; they count as trained.
+
+        Waits for the groups that the schedule needs. Cancelling it loses nothing.
+
+        Raises:
+            BatchTimeout: see there. Ready groups stay queued; retire the named ones, re-issue them, call again.
+            RuntimeError: the batch before is not closed by ``advance``, or another call is waiting.
+        """
+        if self._in_training is not None:
+            raise RuntimeError(f"the batch for version {self._version} is in training; close it with advance() first")
+        if self._waiter is not None:
+            raise RuntimeError("another next_batch() is waiting; the learner has one consumer")
+        if self._waiting_since is None:
+            self._waiting_since = self._clock.now()
+        while unmet := self._schedule.unmet(self._version):
+            await self._sleep_or_change(self._next_deadline(unmet, self._waiting_since) - self._clock.now())
+        return self._hand_out()
+
+    def advance(self, learner_version: int) -> list[Attempt]:
+        """Close the batch in training and move the learner to ``learner_version``; call it before publishing.
+
+        A higher version: the batch stepped, it stays trained. The same version: the step was skipped, the batch is
+        retired as failed and the slots of this version open again. Queued groups that no open batch may train any
+        more are retired as stale (only a version that jumped, as after a learner failover, leaves any). A dispatched
+        group stays until it is put, because in-flight updates may have made all its tokens newer than its start.
+
+        Returns:
+            The attempts that this call retired; their prompts may be re-issued.
+
+        Raises:
+            ValueError: the version would go back.
+        """
+        if learner_version < self._version:
+            raise ValueError(f"learner version cannot go back from {self._version} to {learner_version}")
+        retired = []
+        if self._in_training is not None and learner_version == self._version:
+            for entry in self._in_training:
+                self.ledger.move(entry.size, "trained", "failed")
+                retired.append(entry.attempt)
+        self._in_training = None
+        self._waiting_since = None
+        self._version = learner_version
+        for entry in list(self._entries.values()):
+            if entry.group is not None and entry.due < self.first_open:
+                self.ledger.move(entry.size, "queued", "stale")
+                self._remove(entry)
+                retired.append(entry.attempt)
+        self._settle()
+        return retired
+
+    def dispatched(self) -> list[Attempt]:
+        """Attempts admitted and not yet put, in admission order."""
+        return [entry.attempt for entry in self._entries.values() if entry.group is None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable copy. A batch handed out but not closed is written as queued."""
+        ledger = Ledger()
+        ledger.load_state_dict(self.ledger.state_dict())
+        in_training = self._in_training or []
+        for entry in in_training:
+            ledger.move(entry.size, "trained", "queued")
+        now = self._clock.now()
+        return {
+            "groups_per_batch": self.groups_per_batch,
+            "max_staleness": self.max_staleness,
+            "learner_version": self._version,
+            "admissions": self._admissions,
+            "last_attempt": dict(self._last_attempt),
+            "ledger": ledger.state_dict(),
+            "entries": [
+                {
+                    **asdict(entry.attempt),
+                    "order": entry.order,
+                    "age_s": now - entry.admitted_at,
+                    "group": None if entry.group is None else group_to_json(entry.group),
+                }
+                for entry in sorted([*in_training, *self._entries.values()], key=lambda entry: entry.order)
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore exactly; a group keeps the age it had, measured on this queue's clock.
+
+        Raises:
+            ValueError: the state was saved under another batch size or staleness bound, which its schedule rests on.
+        """
+        for name in ("groups_per_batch", "max_staleness"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"queue.{name} is {getattr(self, name)} but the saved queue was built with {state[name]}; "
+                    "resume with the saved value"
+                )
+        self.ledger.load_state_dict(state["ledger"])
+        self._version = state["learner_version"]
+        self._admissions = state["admissions"]
+        self._last_attempt = dict(state["last_attempt"])
+        self._in_training = None
+        self._last_admitted_at = -math.inf
+        self._waiting_since = None
+        self._entries = {}
+        self._schedule.clear()
+        now = self._clock.now()
+        for saved in state["entries"]:
+            attempt = Attempt(saved["group_id"], saved["attempt"], saved["start_version"])
+            group = None if saved["group"] is None else group_from_json(saved["group"])
+            oldest = attempt.start_version if group is None else group.min_version
+            entry = _Entry(attempt, saved["order"], now - saved["age_s"], oldest + self.max_staleness, group)
+            self._insert(entry)
+        self._settle()
+
+    def _next_deadline(self, unmet: list[tuple[float, int]], waiting_since: float) -> float:
+        """When the wait must be looked at again if nothing changes. Raises BatchTimeout when it has no hope left.
+
+        An overdue group is waited for when groups that are not overdue cannot supply what is missing without it.
+        """
+        now = self._clock.now()
+        dispatched = [entry for entry in self._entries.values() if entry.group is None]
+        overdue = [entry for entry in dispatched if now >= entry.admitted_at + self.group_deadline_s]
+        fresh = [entry for entry in dispatched if now < entry.admitted_at + self.group_deadline_s]
+        hopeless = [bound for bound, missing in unmet if sum(entry.due <= bound for entry in fresh) < missing]
+        named = tuple(entry.attempt.group_id for entry in overdue if hopeless and entry.due <= max(hopeless))
+        starved_at = max(waiting_since, self._last_admitted_at) + self.group_deadline_s
+        starved = self.outstanding < self.groups_per_batch
+        if named or (starved and now >= starved_at):
+            self._waiting_since = None
+            raise BatchTimeout(self._version, named)
+        deadlines = [entry.admitted_at + self.group_deadline_s for entry in fresh]
+        return min([*deadlines, starved_at] if starved else deadlines)
+
+    async def _sleep_or_change(self, seconds: float) -> None:
+        waiter = self._waiter = asyncio.get_running_loop().create_future()
+        sleeper = asyncio.ensure_future(self._clock.sleep(seconds))
+        try:
+            await asyncio.wait((waiter, sleeper), return_when=asyncio.FIRST_COMPLETED)
+            if sleeper.done():
+                sleeper.result()
+        finally:
+            self._waiter = None
+            waiter.cancel()
+            sleeper.cancel()
+
+    def _hand_out(self) -> list[ScoredGroup]:
+        ready = [entry for entry in self._entries.values() if entry.group is not None]
+        ready.sort(key=lambda entry: (entry.due, entry.order))
+        batch = sorted(ready[: self.groups_per_batch], key=lambda entry: entry.order)
+        for entry in batch:
+            self.ledger.move(entry.size, "queued", "trained")
+            self._remove(entry)
+        self._in_training = batch
+        self._waiting_since = None
+        self._settle()
+        return [entry.group for entry in batch if entry.group is not None]
+
+    def _insert(self, entry: _Entry) -> None:
+        self._schedule.add(entry.due, ready=entry.group is not None)
+        self._entries[entry.attempt.group_id] = entry
+
+    def _remove(self, entry: _Entry) -> None:
+        self._schedule.remove(entry.due, ready=entry.group is not None)
+        del self._entries[entry.attempt.group_id]
+
+    def _settle(self) -> None:
+        """After every event: the ledger closes, agrees with the groups held, and the waiting learner looks again."""
+        self.ledger.check()
+        held = self.ledger.counts["dispatched"].groups + self.queued
+        if held != self.outstanding:
+            raise AssertionError(f"ledger counts {held} outstanding groups, the queue holds {self.outstanding}")
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
