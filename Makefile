@@ -48,9 +48,9 @@ $(PACKAGES): requirements/cpu.lock
 	  || { echo 'This project needs Python 3.11 or 3.12; name one: make PYTHON=/path/to/python3.11'; exit 1; }
 	@echo 'Setting up .venv from requirements/cpu.lock (once; about 3 minutes)'
 	"$(PYTHON)" -m venv .venv
-	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.lock
+	$(BIN)/pip install --quiet --quiet --no-deps -r requirements/cpu.lock
 	@touch $@
 
 $(READY): $(PACKAGES) pyproject.toml
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	$(BIN)/pip install --quiet --quiet --no-deps --no-build-isolation -e .
 	@touch $@

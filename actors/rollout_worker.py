@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,15 @@ logger = logging.getLogger(__name__)
 
 RECEIVER_EXTENSION = "actors.weight_receiver.WeightReceiverExtension"
 INITIAL_VERSION = 0
+_FETCH_TIMEOUT_S = 120.0
 
 
 class WorkerFenced(RuntimeError):
     """The worker holds no complete verified version and refuses to generate."""
+
+
+class EngineDied(RuntimeError):
+    """The engine's process is gone; the worker is of no more use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,10 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     if device == "cpu":
+        # A prefill cut in two kills the engine when the request has a seed of its own: vLLM 0.32 then winds its
+        # generator back, which a CPU generator cannot do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(2048, max_model_len)
         # An explicit size also makes vLLM skip the warm-up forward that would otherwise measure memory.
         arguments["kv_cache_memory_bytes"] = engine.cpu_kv_cache_gib << 30
     else:
@@ -105,7 +114,7 @@ def engine_environment(engine: EngineConfig, device: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("XL","WARNING"),
+        "VLLM_LOGGING_LEVEL": "WARNING",
         # An engine is never spread over nodes, so its own rendezvous stays on loopback.
         "VLLM_HOST_IP": "127.0.0.1",
     }
@@ -123,26 +132,19 @@ def engine_environment(engine: EngineConfig, device: str) -> dict[str, str]:
     return environment
 
 
-def sampling_arguments(sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Keyword arguments of ``SamplingParams``: neutral sampling, so that the policy itself is what is sampled."""
+def neutral_sampling(stop_token_ids: Sequence[int]) -> dict[str, Any]:
+    """The part of ``SamplingParams`` that training fixes: nothing bends the policy's own distribution."""
     return {
         "n": 1,
-        "temperature": sampling.temperature,
-        "max_tokens": sampling.max_new_tokens,
-        "seed": sampling.seed,
-        "min_tokens": 0,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
+        "min_tokens": 0,
         "stop_token_ids": list(stop_token_ids),
         "ignore_eos": False,
-        # 0: the sampled token's log-prob and no others.
-        "logprobs": 0,
-        "flat_logprobs": True,
-        "detokenize": False,
     }
 
 
@@ -204,9 +206,7 @@ def nccl_update_info(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def version_spans(
-    reported: Sequence[Any] | None, n_tokens: int, start_version: int
-) -> tuple[VersionSpan, ...]:
+def version_spans(reported: Sequence[Any] | None, n_tokens: int, start_version: int) -> tuple[VersionSpan, ...]:
     """Spans as the engine labelled its steps; one empty span at ``start_version`` when no token was sampled.
 
     ``reported`` are vLLM's ``WeightVersionSpan(version, start, end)``.
@@ -263,10 +263,9 @@ class RolloutWorker:
         self._weight_names: list[str] = []
         self._transfer_ready = False
         self._updating = asyncio.Lock()
-        self._sampling_logged = False
 
-    async def start(self) -> int:
-        """Bring the engine up on the initial policy and return its version (0).
+    async def start(self) -> dict[str, Any]:
+        """Bring the engine up on the initial policy, as version 0; returns the sampling that every request gets.
 
         Raises:
             ValueError: no safetensors in the model folder. RuntimeError: the engine refused a setting.
@@ -283,9 +282,10 @@ class RolloutWorker:
         if mode != "processed_logprobs":
             raise RuntimeError(f"{self.name}: engine reports {mode}; training needs processed_logprobs")
         self._stop_ids = stop_token_ids(self._folder, getattr(self._engine.get_tokenizer(), "eos_token_id", None))
+        await self._engine.collective_rpc("end_with_parent")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._fenced = None
-        return self._version
+        return neutral_sampling(self._stop_ids)
 
     @property
     def version(self) -> int:
@@ -326,17 +326,28 @@ class RolloutWorker:
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        arguments = sampling_arguments(sampling, self._stop_ids)
-        params = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
-        if not self._sampling_logged:
-            self._sampling_logged = True
-            logger.info("%s samples with %s", self.name, {k: v for k, v in arguments.items() if k != "seed"})
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_new_tokens,
+            seed=sampling.seed,
+            # 0: the sampled token's log-prob and no others.
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **neutral_sampling(self._stop_ids),
+        )
         start_version = self._version
         rollout_id = f"{request.group_id}/{request.attempt}/{number}"
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt.token_ids))
         final = None
-        async for output in self._engine.generate(prompt, params, rollout_id):
-            final = output
+        try:
+            async for output in self._engine.generate(prompt, params, rollout_id):
+                final = output
+        except Exception as error:
+            if self._engine.errored:
+                raise EngineDied(f"{self.name}: the engine process died: {error}") from error
+            raise
         self._check_open()
         if final is None or not final.finished:
             raise RuntimeError(f"{self.name}: the engine ended {rollout_id} without a result")
@@ -364,14 +375,14 @@ class RolloutWorker:
 
         Raises:
             WeightMismatch, or what the engine raised: the worker is fenced then.
-            ValueError: the version is not newer than the one served.
+            ValueError: the version is older than the one served.
         """
         return await asyncio.shield(asyncio.ensure_future(self._update(snapshot)))
 
     async def _update(self, snapshot: WeightSnapshot) -> UpdateTiming:
         async with self._updating:
             begun = time.monotonic()
-            if snapshot.version <= self._version and self._fenced is None:
+            if snapshot.version < self._version:
                 raise ValueError(f"{self.name} serves version {self._version}; got an update to {snapshot.version}")
             paused_at: float | None = None
             try:
@@ -437,7 +448,8 @@ class RolloutWorker:
         """Stop the engine process."""
         self._fenced = "it was closed"
         if self._engine is not None:
-            self._engine.shutdown()
+            engine, self._engine = self._engine, None
+            engine.shutdown()
 
 
 def _sampled_logprobs(flat: Any, token_ids: np.ndarray) -> np.ndarray:
@@ -463,11 +475,11 @@ def _materialise(snapshot: WeightSnapshot) -> Path:
         raise FileNotFoundError(f"snapshot {snapshot.path} is not on this node and carries no object to fetch it from")
     import ray
 
-    content = np.asarray(ray.get(snapshot.transport["object"]))
+    content = np.asarray(ray.get(snapshot.transport["object"], timeout=_FETCH_TIMEOUT_S))
     snapshot.path.parent.mkdir(parents=True, exist_ok=True)
     # Workers of one node may fetch at once: each writes its own file, the rename is atomic and they are the same.
     partial = snapshot.path.with_name(f".{snapshot.path.name}.{os.getpid()}")
-    partial.write_bytes(memoryview(content))
+    content.tofile(partial)
     partial.replace(snapshot.path)
     return snapshot.path
 

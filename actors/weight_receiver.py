@@ -1,4 +1,4 @@
-"""The engine side of weight publication: vLLM's ``shared_memory`` weight transfer backend. Imported by engine processes.
+"""The engine side of weight publication: vLLM's ``shared_memory`` weight transfer backend, for engine processes.
 
 vLLM imports this module in every engine process because ``engine_arguments`` names ``WeightReceiverExtension`` as the
 worker extension; importing it registers the backend. The learner writes one safetensors file a node (in /dev/shm on
@@ -10,6 +10,9 @@ begin a new update after a failed ``update_weights`` but not after a failed ``fi
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rlhf_cluster.weight_manifest import WeightMismatch, check_names, check_tensor
 
 BACKEND = "shared_memory"
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -155,6 +159,14 @@ class WeightReceiverExtension:
         finalize_layerwise_reload(engine.model, engine.model_config)
         engine.reset_weight_update_target()
         worker._weight_update_active = False
+
+    def end_with_parent(self) -> None:
+        """Have the kernel end this process when its parent dies, however suddenly (Linux; elsewhere nothing happens).
+
+        Without it a killed actor leaves its engine behind, with all its memory and nobody to ask it anything.
+        """
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _register(registry: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The only ``deepspeed.initialize``, ``backward`` and ``step``: one optimised model under ZeRO stage 0 to 3.
 
 Gradients are d(sum of the losses of all ranks and micro-batches): losses come in already divided by the global token
-count, DeepSpeed's averaging over ranks is undone, and nothing is divided by the number of micro-batches. So one optimizer
-step does not depend on how a minibatch was split.
+count, DeepSpeed's averaging over ranks is undone, and nothing is divided by the number of micro-batches. So one
+optimizer step does not depend on how a minibatch was split.
 
 A step whose gradients are not finite on any rank changes nothing on every rank. DeepSpeed decides that from the norm of
 the reduced gradients, except for its plain float32 path without ZeRO, which would step on NaN and is guarded here.
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _BUCKET_ELEMENTS = 50_000_000
 # Parameters below this many elements stay whole on every rank under ZeRO-3: gathering them costs more than it saves.
 _PERSISTENT_ELEMENTS = 10_000
+
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,9 @@ def init_distributed(*, backend: str, rank: int, world_size: int, host: str, por
     Raises:
         torch.distributed.DistError: not every rank came within ``timeout_s``.
     """
+    if host == LOOPBACK:
+        # Gloo would otherwise listen on the address that the host's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

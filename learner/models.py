@@ -1,8 +1,8 @@
 """Policy and critic forward passes over padded micro-batches: log-probs, entropy and values of response tokens.
 
-Shapes: B rows, L padded prompt + response tokens, T padded response tokens, N response tokens of the micro-batch, H hidden
-size, V vocabulary. Rows are padded on the right, with explicit position ids and attention mask, so the result of a row
-does not depend on its neighbours.
+Shapes: B rows, L padded prompt + response tokens, T padded response tokens, N response tokens of the micro-batch, H
+hidden size, V vocabulary. Rows are padded on the right, with explicit position ids and attention mask, so the result of
+a row does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,15 +24,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from rlhf_cluster.algorithms.losses import entropy, token_logprobs
-from rlhf_cluster.config import ModelConfig
+from learner.heads import HEAD_ROWS, Float32Head, LogprobHead
+from rlhf_cluster.config import LearnerConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-HEAD_ROWS = 1024
-"""Rows of logits (N x V) that live at once; more are computed in chunks and recomputed in backward."""
 
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -115,41 +111,23 @@ class PolicyModel(nn.Module):
         _refuse_logit_transforms(model.config)
         self.model = model
         self.temperature = temperature
-        self.head_rows = head_rows
+        model.set_output_embeddings(LogprobHead(model.get_output_embeddings(), head_rows))
 
     def forward(self, inputs: ModelInputs, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(B, T) float32 log pi(token) in nats at the sampling temperature, and the (B, T) entropy in nats if asked for.
+        """(B, T) float32 log pi(token) and, under ``torch.no_grad`` if asked for, (B, T) entropies.
 
-        Both are 0 outside ``inputs.response_mask``. The entropy is a metric: it carries no gradient.
+        In nats, at the sampling temperature, and 0 outside ``inputs.response_mask``.
         """
         hidden = _hidden_states(self.model, inputs)
         rows = _gather(hidden, inputs.predictor, inputs.response_mask)
         token_ids = inputs.response_ids[inputs.response_mask]
-        chunks = list(zip(rows.split(self.head_rows), token_ids.split(self.head_rows), strict=True))
-        # Keeping every chunk's logits for backward would undo the bound, so they are recomputed there. One chunk fits.
-        recompute = torch.is_grad_enabled() and len(chunks) > 1
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
-        for chunk, ids in chunks:
-            if recompute:
-                # ZeRO-3 swaps parameters in and out between forward and backward; the non-reentrant variant takes the
-                # swapped-out shapes for an error.
-                logprobs.append(checkpoint(self._chunk_logprobs, chunk, ids, use_reentrant=True))
-                continue
-            logits = self._head(chunk)
-            logprobs.append(token_logprobs(logits, ids, self.temperature))
-            if with_entropy:
-                entropies.append(_chunk_entropy(logits.detach(), self.temperature))
-        return (
-            _scatter(torch.cat(logprobs), inputs.response_mask),
-            _scatter(torch.cat(entropies), inputs.response_mask) if entropies else None,
+        logprobs, entropies = self.model.get_output_embeddings()(
+            rows, token_ids, temperature=self.temperature, with_entropy=with_entropy
         )
-
-    def _head(self, rows: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(rows)
-
-    def _chunk_logprobs(self, rows: Tensor, token_ids: Tensor) -> Tensor:
-        return token_logprobs(self._head(rows), token_ids, self.temperature)
+        return (
+            _scatter(logprobs, inputs.response_mask),
+            None if entropies is None else _scatter(entropies, inputs.response_mask),
+        )
 
 
 class CriticModel(nn.Module):
@@ -172,26 +150,17 @@ class CriticModel(nn.Module):
         return _scatter(values, inputs.response_mask), bootstrap
 
 
-class Float32Head(nn.Linear):
-    """A linear layer that computes in float32 whatever its parameters are: bfloat16 would round values to 3 digits."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(hidden.float(), self.weight.float(), bias)
-
-
-def load_policy(
-    path: str, config: ModelConfig, *, temperature: float, gradient_checkpointing: bool, head_rows: int = HEAD_ROWS
-) -> PolicyModel:
+def load_policy(path: str, config: ModelConfig, learner: LearnerConfig, *, temperature: float) -> PolicyModel:
     """The causal language model at ``path``, without dropout."""
     model = AutoModelForCausalLM.from_pretrained(path, **_load_options(path, config))
-    _prepare(model, gradient_checkpointing)
-    return PolicyModel(model, temperature=temperature, head_rows=head_rows)
+    _prepare(model, learner)
+    return PolicyModel(model, temperature=temperature)
 
 
-def load_critic(path: str, config: ModelConfig, *, gradient_checkpointing: bool) -> CriticModel:
-    """The sequence classifier at ``path``, without dropout. A plain language model gets a head of zeros (all values start
-    at 0, the same on every rank), which is logged.
+def load_critic(path: str, config: ModelConfig, learner: LearnerConfig) -> CriticModel:
+    """The sequence classifier at ``path``, without dropout.
+
+    A plain language model gets a head of zeros (all values start at 0, the same on every rank), which is logged.
 
     Raises:
         ValueError: the folder has another number of labels, or lacks more than the head.
@@ -209,11 +178,11 @@ def load_critic(path: str, config: ModelConfig, *, gradient_checkpointing: bool)
     missing = set(info["missing_keys"])
     if missing - {"score.weight"}:
         raise ValueError(f"model.critic {path} lacks weights: {sorted(missing)[:5]}; it is not a complete model folder")
-    model.score = _float32_head(model.score)
+    model.score = Float32Head(model.score)
     if missing:
         nn.init.zeros_(model.score.weight)
         logger.warning("critic %s is a plain language model: its value head starts from zeros", path)
-    _prepare(model, gradient_checkpointing)
+    _prepare(model, learner)
     return CriticModel(model)
 
 
@@ -237,30 +206,32 @@ def disable_dropout(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def _prepare(model: PreTrainedModel, gradient_checkpointing: bool) -> None:
+def _reentrant(learner: LearnerConfig) -> bool:
+    """Which variant of activation checkpointing works under this ZeRO stage.
+
+    ZeRO-3 swaps parameters out between forward and backward, and the non-reentrant variant takes their shapes for an
+    error. The reentrant one runs a backward inside the backward, which ZeRO-1 and 2 refuse for a tied embedding
+    ("gradient computed twice").
+    """
+    return learner.zero_stage == 3
+
+
+def _prepare(model: PreTrainedModel, learner: LearnerConfig) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.config.use_cache = False
-    if gradient_checkpointing:
-        # Reentrant for the reason given in PolicyModel.forward.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if learner.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": _reentrant(learner)})
     model.train()  # Hugging Face checkpoints activations in training mode only; without dropout the modes agree.
-
-
-def _float32_head(head: nn.Linear) -> Float32Head:
-    replacement = Float32Head(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-    replacement.weight = head.weight
-    replacement.bias = head.bias
-    return replacement
 
 
 def _refuse_logit_transforms(config: PretrainedConfig) -> None:
     for name in _LOGIT_TRANSFORMS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"model.policy: {type(config).__name__} transforms its logits after the head ({name}), which the learner "
-                "does not apply; choose another policy"
+                f"model.policy: {type(config).__name__} transforms its logits after the head ({name}), which the "
+                "learner does not apply; choose another policy"
             )
 
 
@@ -286,5 +257,12 @@ def _scatter(values: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values.float())
 
 
-def _chunk_entropy(logits: Tensor, temperature: float) -> Tensor:
-    return entropy(logits.float() / temperature, torch.ones(logits.shape[:1], dtype=torch.bool, device=logits.device))
+def check_vocabularies(policy: PolicyModel, critic: CriticModel) -> None:
+    """Raises ValueError when the critic cannot read the policy's token ids."""
+    policy_size = policy.model.get_input_embeddings().num_embeddings
+    critic_size = critic.model.get_input_embeddings().num_embeddings
+    if critic_size < policy_size:
+        raise ValueError(
+            f"model.critic has {critic_size} token embeddings, model.policy {policy_size}: the critic reads the "
+            "policy's token ids, so it must come from the same family of models"
+        )

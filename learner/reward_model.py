@@ -92,7 +92,7 @@ def fit_reward_head(
 
     Raises:
         ValueError: fewer than five prompts, an answer over ``max_tokens``, an ``output`` that exists, or features
-            that are not finite.
+            that are not finite or do not tell the answers apart.
     """
     output = Path(output)
     if output.exists():
@@ -114,8 +114,10 @@ def fit_reward_head(
         raise ValueError(f"{base} gives features that are not finite in {dtype}; use dtype float32")
 
     head, l2 = _fit_and_choose(features, train, seed, report)
-    scores = features[train.rows()] @ head
-    head = (head / scores.std(correction=0)).to(DTYPES[dtype])
+    spread = float((features[train.rows()] @ head).std(correction=0))
+    if not spread > 1e-12:
+        raise ValueError(f"the features of {base} do not tell the chosen answers from the rejected ones")
+    head = (head / spread).to(DTYPES[dtype])
     model.score.weight.copy_(head[None, :])
     _save(model, tokenizer, output)
     saved = features @ head.double()  # as rounded

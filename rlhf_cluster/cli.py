@@ -18,6 +18,7 @@ from rich.table import Table
 
 from rlhf_cluster.config import Config, derived_table
 from rlhf_cluster.config_io import ConfigError, dump_config, load_config
+from rlhf_cluster.ending import guard
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +29,8 @@ app = typer.Typer(
 
 ConfigArgument = Annotated[Path, typer.Argument(help="YAML config, e.g. configs/demo_smollm2.yaml.", metavar="CONFIG")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(help="Overrides, e.g. learner.policy_lr=1e-6 run.steps=10.", metavar="[KEY=VALUE]...")
+    list[str] | None,
+    typer.Argument(help="Overrides, e.g. learner.policy_lr=1e-6 run.steps=10.", metavar="[KEY=VALUE]..."),
 ]
 
 
@@ -43,9 +45,12 @@ def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     resume: Annotated[
-        Resume, typer.Option(help="auto: continue when the run folder has a checkpoint; required: refuse to start fresh.")
+        Resume,
+        typer.Option(help="auto: continue when the run folder has a checkpoint; required: refuse to start fresh."),
     ] = Resume.auto,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and what it comes to; exit.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and what it comes to; exit.")
+    ] = False,
 ) -> None:
     """Train a policy by asynchronous PPO."""
     resolved = _load(config, overrides)
@@ -54,7 +59,7 @@ def train(
         return
     from rlhf_cluster import launch
 
-    _exit(launch.guard(lambda: launch.train(resolved, resume=resume.value)))
+    _exit(guard(lambda: launch.train(resolved, resume=resume.value)))
 
 
 @app.command("reward-model")
@@ -71,7 +76,7 @@ def reward_model(
     from rlhf_cluster import launch
 
     _exit(
-        launch.guard(
+        guard(
             lambda: launch.fit_reward_model(
                 base, pairs, out, dtype=dtype, attention=attention, threads=threads, seed=seed
             )
@@ -89,7 +94,7 @@ def evaluate(
     resolved = _load(config, overrides)
     from rlhf_cluster import launch
 
-    _exit(launch.guard(lambda: launch.evaluate_folder(resolved, policy)))
+    _exit(guard(lambda: launch.evaluate_folder(resolved, policy)))
 
 
 @app.command()
@@ -101,9 +106,9 @@ def submit(
 ) -> None:
     """Check CONFIG here, then run it on a cluster with `ray job submit`."""
     _load(config, overrides)
-    from rlhf_cluster import launch, submit as submission
+    from rlhf_cluster import submit as submission
 
-    _exit(launch.guard(lambda: submission.submit_job(config, overrides or [], address=address, follow=follow)))
+    _exit(guard(lambda: submission.submit_job(config, overrides or [], address=address, follow=follow)))
 
 
 @app.command()
@@ -112,10 +117,9 @@ def demo(
     overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of configs/demo_smollm2.yaml.")] = None,
 ) -> None:
     """Align SmolLM2-135M-Instruct on this machine: pairs, reward model, PPO, held-out evaluation."""
-    from rlhf_cluster import launch
     from rlhf_cluster.demo import main as demo_main
 
-    _exit(launch.guard(lambda: demo_main.run(out, overrides or [])))
+    _exit(guard(lambda: demo_main.run(out, overrides or [])))
 
 
 def main() -> None:

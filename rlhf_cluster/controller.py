@@ -95,8 +95,8 @@ class _Generated:
 class Controller:
     """Runs the loops until ``settings.steps`` learner steps are done or ``stop`` is set.
 
-    ``after_step(step)`` is awaited after each closed batch (checkpoints); ``after_publication(version)`` after the
-    first publication that carries trained weights (the self-check).
+    ``after_step(step)`` is awaited after each closed batch (checkpoints); ``after_first_publication()`` after the first
+    one that carries trained weights (the self-check); ``on_batch(step, batch)`` sees every batch that is trained.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class Controller:
         step: int = 0,
         after_step: Callable[[int], Awaitable[None]] | None = None,
         after_first_publication: Callable[[], Awaitable[None]] | None = None,
+        on_batch: Callable[[int, TrainBatch], None] | None = None,
     ) -> None:
         self._settings = settings
         self._cursor = cursor
@@ -126,6 +127,7 @@ class Controller:
         self._recorder = recorder
         self._after_step = after_step
         self._after_first_publication = after_first_publication
+        self._on_batch = on_batch
 
         self.step = step
         self._stop = asyncio.Event()
@@ -259,8 +261,10 @@ class Controller:
     async def _score_group(self, generated: _Generated) -> None:
         started = self._clock.now()
         attempt = generated.dispatch.attempt
-        if any(rollout.finish_reason == "abort" for rollout in generated.rollouts):
-            self._issue_again(attempt, f"rollout worker {generated.dispatch.worker.index} aborted a sample")
+        finished = [rollout for rollout in generated.rollouts if rollout.finish_reason != "abort"]
+        if len(finished) != self._settings.samples_per_prompt:
+            cause = f"{len(finished)} of {self._settings.samples_per_prompt} samples finished"
+            self._issue_again(attempt, f"rollout worker {generated.dispatch.worker.index}: {cause}")
             return
         try:
             members = await self._scorer.score(generated.dispatch.issue.prompt, generated.rollouts)
@@ -268,10 +272,10 @@ class Controller:
             self._issue_again(attempt, f"scorer: {error}")
             return
         group = ScoredGroup(attempt.group_id, tuple(members))
+        self._recorder.group_scored(group, self._clock.now() - started)
         if self._count_unscorable(group):
             self._finish_without_training(attempt)
             return
-        self._recorder.group_scored(group, self._clock.now() - started)
         result = self._queue.put(group)
         if result is PutResult.STALE:
             self._issue_again(attempt, "came back staler than the bound", retire=False)
@@ -311,6 +315,8 @@ class Controller:
             started = self._clock.now()
             overlapping = self._take_overlap(batch)
             self._recorder.batch_consumed(batch, waited_s=waited_s, overlapping_rollouts=overlapping)
+            if self._on_batch is not None:
+                self._on_batch(self.step + 1, batch)
             self._updates_started += 1
             self._update_active = True
             self._changed.set()
@@ -331,6 +337,7 @@ class Controller:
                 await self._after_first_publication()
             first_publication = False
             self._recorder.queue_state(self._queue)
+            self._recorder.workers(self._generator.status())
             self._recorder.close_step(result.version, self.step)
             if self._after_step is not None:
                 await self._after_step(self.step)

@@ -7,7 +7,7 @@ no training cursor, queue or generator state.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf_cluster.protocols import Clock, Generator, RolloutRequest, Scorer
 from rlhf_cluster.seeds import derive_seed
-from rlhf_cluster.types import Prompt, Ratio, Sampling, ScoredRollout
+from rlhf_cluster.types import Prompt, Ratio, Rollout, Sampling, ScoredRollout
 
 _POLL_S = 0.05
 
@@ -50,39 +50,80 @@ class Evaluation:
             f"component_{name}": _mean([answer.score_components[name] for answer in answers]) for name in components
         }
 
+    def record(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """The summary with every answer in clear, JSON-able; ``decode`` turns token ids into text."""
+        return {
+            "version": self.version,
+            "summary": self.summary(),
+            "answers": [
+                {
+                    "prompt_id": prompt.prompt_id,
+                    "prompt": prompt.text,
+                    "answer": decode(answer.rollout.token_ids.tolist()),
+                    "seed": answer.rollout.sampling.seed,
+                    "temperature": answer.rollout.sampling.temperature,
+                    "finish_reason": answer.rollout.finish_reason,
+                    "score": answer.score,
+                    "components": dict(answer.score_components),
+                }
+                for prompt, group in zip(self.prompts, self.samples, strict=True)
+                for answer in group
+            ],
+        }
+
     def prompt_scores(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """(n_prompts,) mean score of each prompt's answers."""
         return np.array([_mean([answer.score for answer in group]) for group in self.samples])
 
 
-async def evaluate(
-    prompts: Sequence[Prompt],
-    *,
-    generator: Generator,
-    scorer: Scorer,
-    clock: Clock,
-    seed: int,
-    samples_per_prompt: int,
-    temperature: float,
-    max_new_tokens: int,
-    label: str = "evaluation",
-) -> Evaluation:
-    """Sample and score ``samples_per_prompt`` answers a prompt. The same ``seed`` samples with the same seeds again."""
+class Sampler:
+    """Samples answers outside training, with seeds that depend on (seed, label, prompt, answer) and nothing else.
 
-    async def one(prompt: Prompt) -> list[ScoredRollout]:
+    Args:
+        seed: the run's seed. temperature, max_new_tokens: as in training.
+    """
+
+    def __init__(
+        self, generator: Generator, clock: Clock, *, seed: int, temperature: float, max_new_tokens: int
+    ) -> None:
+        self._generator = generator
+        self._clock = clock
+        self._seed = seed
+        self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
+        self._turn = asyncio.Lock()
+
+    async def sample(self, prompt: Prompt, n: int, *, label: str) -> list[Rollout]:
+        """``n`` answers to ``prompt`` from the least busy worker; waits while every worker is full.
+
+        Raises:
+            WorkerFailed, TimeoutError: as ``Generator.generate``.
+        """
         sampling = tuple(
-            Sampling(temperature, max_new_tokens, derive_seed(seed, label, prompt.prompt_id, index))
-            for index in range(samples_per_prompt)
+            Sampling(self._temperature, self._max_new_tokens, derive_seed(self._seed, label, prompt.prompt_id, index))
+            for index in range(n)
         )
         request = RolloutRequest(f"{label}:{prompt.prompt_id}", 0, prompt, sampling)
-        async with turn:
-            while (worker := generator.choose()) is None:
-                await clock.sleep(_POLL_S)
-            generation = asyncio.ensure_future(generator.generate(worker, request))
+        async with self._turn:  # one dispatch at a time, so that the router counts each before the next choice
+            while (worker := self._generator.choose()) is None:
+                await self._clock.sleep(_POLL_S)
+            generation = asyncio.ensure_future(self._generator.generate(worker, request))
             await asyncio.sleep(0)
-        return await scorer.score(prompt, await generation)
+        return await generation
 
-    turn = asyncio.Lock()  # one dispatch at a time, so that the router counts each before the next choice
+
+async def evaluate(
+    prompts: Sequence[Prompt], *, sampler: Sampler, scorer: Scorer, samples_per_prompt: int
+) -> Evaluation:
+    """Sample and score ``samples_per_prompt`` answers a prompt; the same seeds every time it is called.
+
+    Raises:
+        RuntimeError: the weights changed while it ran.
+    """
+
+    async def one(prompt: Prompt) -> list[ScoredRollout]:
+        return await scorer.score(prompt, await sampler.sample(prompt, samples_per_prompt, label="evaluation"))
+
     samples = await asyncio.gather(*(one(prompt) for prompt in prompts))
     versions = {span.version for group in samples for answer in group for span in answer.rollout.version_spans}
     if len(versions) != 1:

@@ -321,7 +321,7 @@ class ExperienceQueue:
                     "age_s": now - entry.admitted_at,
                     "group": None if entry.group is None else group_to_json(entry.group),
                 }
-                for entry in sorted([*in_training, *self._entries.values()], key=lambda entry: entry.order)
+                for entry in [*in_training, *self._entries.values()]
             ],
         }
 
@@ -371,8 +371,7 @@ class ExperienceQueue:
         if named or (starved and now >= starved_at):
             self._waiting_since = None
             raise BatchTimeout(self._version, named)
-        deadlines = [entry.admitted_at + self.group_deadline_s for entry in fresh]
-        return min([*deadlines, starved_at] if starved else deadlines)
+        return min([starved_at, *(entry.admitted_at + self.group_deadline_s for entry in fresh)])
 
     async def _sleep_or_change(self, seconds: float) -> None:
         waiter = self._waiter = asyncio.get_running_loop().create_future()

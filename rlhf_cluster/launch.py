@@ -1,80 +1,245 @@
-"""Composition root: the only module that imports ``actors`` and ``learner``. It builds a run out of parts and ends it.
+"""Composition root: the only module that imports ``actors`` and ``learner``.
 
-    checks -> Ray -> workers, scorers and learner side by side -> resume or baseline evaluation -> self-check
-           -> Controller.run -> last checkpoint -> evaluation -> everything closed, whatever happened
+checks -> Ray -> workers, scorers and learner side by side -> TrainingRun -> everything closed, whatever happened
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf_cluster import run_state
+from rich.progress import Progress, TaskID
+
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError
-from rlhf_cluster.controller import Controller, ControllerSettings
-from rlhf_cluster.data.chat import ChatRenderer, ChatTemplateError
-from rlhf_cluster.data.cursor import PromptCursor
-from rlhf_cluster.data.jsonl import DataError
-from rlhf_cluster.data.prompts import check_overlap, load_prompts
-from rlhf_cluster.diagnosis import self_check
-from rlhf_cluster.diagnosis.preflight import PreflightError, check_model_folders
-from rlhf_cluster.evaluation import Evaluation, evaluate
-from rlhf_cluster.experience_queue import ExperienceQueue
+from rlhf_cluster.data.preferences import load_preferences
+from rlhf_cluster.diagnosis.preflight import PreflightError
+from rlhf_cluster.ending import Signals, run_async
+from rlhf_cluster.evaluation import Sampler, evaluate
+from rlhf_cluster.inputs import read_inputs
 from rlhf_cluster.metrics.console import ConsoleView
-from rlhf_cluster.metrics.jsonl import JsonlSink
-from rlhf_cluster.metrics.prometheus import PrometheusSink
-from rlhf_cluster.metrics.recorder import MetricsRecorder
-from rlhf_cluster.metrics.samples import SampleSink
-from rlhf_cluster.metrics.sinks import Sink
-from rlhf_cluster.metrics.tensorboard import TensorBoardSink
-from rlhf_cluster.protocols import RolloutRequest
 from rlhf_cluster.run_folder import RunFolder
-from rlhf_cluster.seeds import derive_seed
-from rlhf_cluster.types import Prompt, Rollout, Sampling
+from rlhf_cluster.training_run import TrainingRun
+from rlhf_cluster.types import Prompt, Rollout
 
 log = logging.getLogger(__name__)
 
-REFUSED = (ConfigError, DataError, ChatTemplateError, PreflightError)
-_SELF_CHECK_PROMPTS = 4
-_SELF_CHECK_TOKENS = 24
+# Where Linux keeps files in memory: the learner writes each version there once a node.
+_SHARED_MEMORY = Path("/dev/shm")
 
 
-class Stopped(Exception):
-    """A signal ended the run; ``code`` is the exit code."""
+@contextlib.contextmanager
+def ray_session(config: Config) -> Iterator[None]:
+    """Ray for the length of a run: joins ``cluster.address`` or the job's own cluster, else starts Ray here.
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    Raises:
+        PreflightError: the actors want more CPUs, GPUs or memory than there are.
+    """
+    import ray
 
+    from actors import placement
 
-def guard(action: Callable[[], None]) -> int:
-    """Run ``action`` and turn how it ends into an exit code and one readable message."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    wanted = placement.wanted(config)
+    if address is None:
+        # Logical CPUs only book actors in; on a small machine they share the real cores.
+        cpus = max(os.cpu_count() or 1, placement.total(wanted).get("CPU", 0))
+        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    else:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
-        action()
-    except REFUSED as error:
-        print(f"error: {error}", flush=True)
-        return 2
-    except Stopped as stop:
-        return stop.code
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        log.debug("failed", exc_info=True)
-        cause = first_cause(error)
-        print(f"failed: {type(cause).__name__}: {cause}", flush=True)
-        return 1
-    return 0
+        try:
+            placement.check_fits(wanted, ray.cluster_resources())
+        except ValueError as error:
+            raise PreflightError(str(error)) from None
+        yield
+    finally:
+        ray.shutdown()
 
 
-def first_cause(error: BaseException) -> BaseException:
-    """The exception that came first: inside groups, and what Ray wrapped."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+class Fleet:
+    """Workers, scorers and learner of one run, started side by side and each awaited when it is needed."""
+
+    def __init__(self, config: Config, *, with_scorers: bool = True, with_learner: bool = True) -> None:
+        from actors import placement
+        from actors.rollout_pool import RolloutPool
+        from actors.scorer_pool import ScorerPool
+        from learner.learner_group import LearnerGroup
+        from learner.spec import LearnerSpec
+
+        timeout_s = config.cluster.start_timeout_s
+        self.pool = RolloutPool(config)
+        self.scorers = ScorerPool(
+            config.model,
+            config.reward,
+            config.scorers,
+            device=config.cluster.device,
+            actor_options=placement.scorer_options(config),
+        )
+        self.learner = LearnerGroup(
+            LearnerSpec.from_config(config, _SHARED_MEMORY / f"rlhf-{config.run.name}-{os.getpid()}"),
+            actor_options=[placement.learner_options(config)] * config.learner.ranks,
+            start_timeout_s=timeout_s,
+        )
+        self._parts: dict[str, Any] = {"rollout workers": self.pool}
+        self._starting = {"rollout workers": asyncio.create_task(self.pool.start(timeout_s))}
+        if with_scorers:
+            self._parts["scorers"] = self.scorers
+            self._starting["scorers"] = asyncio.create_task(self.scorers.start(timeout_s))
+        if with_learner:
+            self._parts["learner"] = self.learner
+            self._starting["learner"] = asyncio.create_task(self.learner.start())
+
+    async def ready(self, *names: str) -> None:
+        """Wait until the named parts run. A part that cannot start ends the wait at once, whoever is waited for."""
+        wanted = {self._starting[name] for name in names}
+        while not all(task.done() for task in wanted):
+            done, _ = await asyncio.wait(
+                [task for task in self._starting.values() if not task.done()], return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()
+        for task in wanted:
+            task.result()
+
+    async def close(self) -> None:
+        """End every part, started or not."""
+        for task in self._starting.values():
+            task.cancel()
+        await asyncio.gather(*self._starting.values(), return_exceptions=True)
+        results = await asyncio.gather(*(part.close() for part in self._parts.values()), return_exceptions=True)
+        for name, result in zip(self._parts, results, strict=True):
+            if isinstance(result, Exception):
+                log.warning("%s did not close cleanly: %s", name, result)
+
+
+def train(config: Config, *, resume: str) -> None:
+    """Train ``config.run.steps`` learner steps, or go on from the newest checkpoint of the run folder."""
+    view = ConsoleView()
+    try:
+        view.phase("reading prompts")
+        inputs = read_inputs(config)
+        folder = RunFolder.open(config, resume=resume)
+        view.message(
+            f"run {folder.path}: "
+            + (f"resuming from {folder.checkpoint.name}" if folder.checkpoint else "starting fresh, no checkpoint here")
+        )
+        view.phase("starting Ray")
+        with ray_session(config):
+            run_async(lambda signals: TrainingRun(config, inputs, folder, view).run(signals, lambda: Fleet(config)))
+    finally:
+        view.close()
+
+
+def evaluate_folder(config: Config, policy: Path | None) -> None:
+    """Evaluate ``policy`` (``model.policy`` when None) on the held-out prompts and print the summary."""
+    if config.evaluation is None:
+        raise ConfigError("evaluation: the section is missing; add it and data.eval_prompts to evaluate a policy")
+    if policy is not None:
+        model = config.model.model_copy(update={"policy": str(policy), "reference": config.model.reference_path})
+        config = config.model_copy(update={"model": model})
+    samples_per_prompt = config.evaluation.samples_per_prompt
+    view = ConsoleView()
+    try:
+        view.phase("reading prompts")
+        inputs = read_inputs(config)
+
+        async def body(signals: Signals) -> None:
+            fleet = Fleet(config, with_learner=False)
+            try:
+                await fleet.ready("rollout workers", "scorers")
+                view.phase("evaluating")
+                sampler = Sampler(
+                    fleet.pool,
+                    SystemClock(),
+                    seed=config.run.seed,
+                    temperature=config.rollout.temperature,
+                    max_new_tokens=config.rollout.max_new_tokens,
+                )
+                result = await evaluate(
+                    inputs.held_out, sampler=sampler, scorer=fleet.scorers, samples_per_prompt=samples_per_prompt
+                )
+                view.evaluation(config.model.policy, 0, result.version, result.summary())
+            finally:
+                await fleet.close()
+
+        view.phase("starting rollout workers and scorers")
+        with ray_session(config):
+            run_async(body)
+    finally:
+        view.close()
+
+
+def sample_answers(
+    config: Config, prompts: Sequence[Prompt], *, samples_per_prompt: int, on_group: Callable[[], None]
+) -> list[list[Rollout]]:
+    """Answers of ``model.policy`` from vLLM workers alone; ``on_group`` is called as each prompt is answered."""
+
+    async def body(signals: Signals) -> list[list[Rollout]]:
+        fleet = Fleet(config, with_scorers=False, with_learner=False)
+        try:
+            await fleet.ready("rollout workers")
+            sampler = Sampler(
+                fleet.pool,
+                SystemClock(),
+                seed=config.run.seed,
+                temperature=config.rollout.temperature,
+                max_new_tokens=config.rollout.max_new_tokens,
+            )
+
+            async def one(prompt: Prompt) -> list[Rollout]:
+                group = await sampler.sample(prompt, samples_per_prompt, label="preference pairs")
+                on_group()
+                return group
+
+            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        finally:
+            await fleet.close()
+
+    with ray_session(config):
+        groups: list[list[Rollout]] = run_async(body)
+        return groups
+
+
+def fit_reward_model(
+    base: Path, pairs: Path, out: Path, *, dtype: str, attention: str, threads: int, seed: int
+) -> None:
+    """Fit a reward head on frozen features of ``base`` to the pairs in a JSONL file, and say how well it ranks."""
+    preferences = load_preferences(pairs)
+    if not (base / "config.json").is_file():
+        raise PreflightError(f"base: {base} is no Hugging Face model folder (no config.json)")
+
+    import torch
+
+    from learner.reward_model import fit_reward_head
+
+    torch.set_num_threads(threads)
+    with Progress(transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        fit = fit_reward_head(base, preferences, out, dtype=dtype, attention=attention, seed=seed, progress=progress)
+    print(
+        f"reward model {out}: pair accuracy {fit.held_out_accuracy:.3f} held out ({fit.held_out_pairs} pairs), "
+        f"{fit.train_accuracy:.3f} on {fit.train_pairs} training pairs"
+    )
+    report = {
+        "held_out_accuracy": fit.held_out_accuracy,
+        "held_out_pairs": fit.held_out_pairs,
+        "train_accuracy": fit.train_accuracy,
+        "train_pairs": fit.train_pairs,
+    }
+    (out / "pair_accuracy.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhf_cluster.types import Prompt, Rollout, Sampling, ScoredRollout, TrainBatch, UpdateResult
+from rlhf_cluster.types import Floats, Prompt, Rollout, Sampling, ScoredRollout, TrainBatch, UpdateResult
 
 
 class Clock(Protocol):
@@ -42,6 +42,16 @@ class RolloutRequest:
     """One entry a sample; each has its own seed."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker slot as metrics show it: whether it takes requests, what it serves, groups it is working on."""
+
+    index: int
+    up: bool
+    version: int
+    in_flight: int
+
+
 class WorkerFailed(RuntimeError):
     """A worker or scorer died or answered with an error; its attempts are to be re-issued."""
 
@@ -51,6 +61,10 @@ class Generator(Protocol):
 
     def choose(self) -> WorkerSlot | None:
         """The routable worker with the most free room, or None when every worker is full or fenced."""
+        ...
+
+    def status(self) -> Sequence[WorkerStatus]:
+        """Every worker slot, dead ones too."""
         ...
 
     async def generate(self, worker: WorkerSlot, request: RolloutRequest) -> list[Rollout]:
@@ -119,6 +133,10 @@ class Learner(Protocol):
 
     async def snapshot(self) -> WeightSnapshot:
         """The current policy weights in engine dtype, ready to publish as the current version."""
+        ...
+
+    async def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+        """(T,) log-probs of each rollout's tokens under the current policy, nats, temperature applied."""
         ...
 
     async def save(self, folder: Path) -> None:

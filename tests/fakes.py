@@ -18,6 +18,7 @@ from rlhf_cluster.protocols import (
     WeightSnapshot,
     WorkerFailed,
     WorkerSlot,
+    WorkerStatus,
 )
 from rlhf_cluster.types import Prompt, Ratio, Rollout, ScoredRollout, TrainBatch, UpdateResult, VersionSpan
 
@@ -35,7 +36,9 @@ class FakeWorkers:
         seconds: Callable[[RolloutRequest], float] = lambda request: 0.001,
         fault: Fault = lambda request: None,
         publish_seconds: float = 0.0,
+        lose_sample: Callable[[RolloutRequest], bool] = lambda request: False,
     ) -> None:
+        self._lose_sample = lose_sample
         self.versions = [0] * workers
         self.in_flight = [0] * workers
         self.requests: list[RolloutRequest] = []
@@ -49,6 +52,9 @@ class FakeWorkers:
         index = min(range(len(self.versions)), key=lambda i: self.in_flight[i])
         return WorkerSlot(index, self.versions[index]) if self.in_flight[index] < self._capacity else None
 
+    def status(self) -> list[WorkerStatus]:
+        return [WorkerStatus(i, True, self.versions[i], self.in_flight[i]) for i in range(len(self.versions))]
+
     async def generate(self, worker: WorkerSlot, request: RolloutRequest) -> list[Rollout]:
         self.in_flight[worker.index] += 1
         self.requests.append(request)
@@ -60,9 +66,8 @@ class FakeWorkers:
                 raise fault
         finally:
             self.in_flight[worker.index] -= 1
-        return [
-            self._rollout(request, index, start, self.versions[worker.index]) for index in range(len(request.sampling))
-        ]
+        samples = len(request.sampling) - int(self._lose_sample(request))
+        return [self._rollout(request, index, start, self.versions[worker.index]) for index in range(samples)]
 
     @staticmethod
     def _rollout(request: RolloutRequest, index: int, start: int, end: int) -> Rollout:

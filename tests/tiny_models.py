@@ -84,3 +84,10 @@ def build_tiny_reward_model(folder: Path, *, seed: int = 1) -> Path:
         model = LlamaForSequenceClassification(_tiny_llama_config(vocab_size, num_labels=1))
     model.save_pretrained(folder)
     return folder
+
+
+if __name__ == "__main__":
+    import sys
+
+    target = Path(sys.argv[1])
+    print(build_tiny_policy(target / "policy"), build_tiny_reward_model(target / "reward"))

@@ -102,5 +102,4 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     # Interior zeros are legal, so the last token is where no masked-in token follows.
     following = keep.flip(-1).cumsum(-1).flip(-1)
     last = keep & (following == 1)
-    penalty = -kl_coef * select(kl, keep)
-    return torch.where(keep, penalty + select(scores[:, None].expand(kl.shape), last), torch.zeros_like(penalty))
+    return select(scores[:, None].expand(kl.shape), last) - kl_coef * select(kl, keep)

@@ -25,7 +25,7 @@ TOKEN_STAGES: Final = ("generated", "scored", "trained")
 TIMED_STAGES: Final = ("rollout", "score", "wait", "train", "publish")
 MODELS: Final = ("policy", "critic")
 RESTART_KINDS: Final = ("rollout_worker", "reward_scorer", "reference_scorer", "learner")
-UNSCORABLE_REASONS: Final = ("not_finite", "too_long", "empty", "aborted", "failed", "other")
+UNSCORABLE_REASONS: Final = ("score", "ref_logprobs", "behaviour_logprobs", "too_long", "empty", "other")
 ATTEMPT_STATES: Final = (
     ("dispatched", "none"),
     ("trained", "none"),
@@ -201,6 +201,7 @@ _TABLE: Final = (
     # Learner
     Metric("rlhf_policy_loss", "gauge", "score per token", "Clipped surrogate loss of the policy."),
     Metric("rlhf_value_loss", "gauge", "squared score", "Loss of the critic, a token."),
+    Metric("rlhf_value_clip_fraction", "gauge", "of tokens", "Tokens whose value was clipped."),
     Metric("rlhf_clip_fraction", "gauge", "of tokens", "Tokens whose ratio was clipped."),
     Metric("rlhf_ratio_mean", "gauge", "ratio", "Current over proximal probability."),
     Metric("rlhf_importance_weight_mean", "gauge", "ratio", "Proximal over behaviour probability, after the cap."),
@@ -244,6 +245,7 @@ LEARNER_GAUGES: Final[dict[str, tuple[str, dict[str, str]]]] = {
         for name in (
             "policy_loss",
             "value_loss",
+            "value_clip_fraction",
             "clip_fraction",
             "approx_kl",
             "ratio_mean",

@@ -127,7 +127,8 @@ class MetricsRecorder:
         for lag, tokens in zip(*np.unique(lags, return_counts=True), strict=True):
             self._lags.observe(float(lag), int(tokens))
         self._mean("rlhf_batch_mean_lag", Ratio(float(lags.sum()), len(lags)))
-        self._gauge("rlhf_batch_max_lag", int(lags.max()))
+        # A row holds two batches when the first one's step was skipped; neither may hide the other's lag.
+        self._gauge("rlhf_batch_max_lag", max(int(lags.max()), self._gauges.get("rlhf_batch_max_lag", 0)))
 
     def step_done(self, result: UpdateResult, *, seconds: float) -> None:
         """The learner's answer. Its batch is the one of the last ``batch_consumed``."""

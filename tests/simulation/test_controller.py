@@ -110,7 +110,7 @@ def test_one_step_with_a_wide_bound_neither_deadlocks_nor_overproduces() -> None
 
 
 def test_no_bound_of_zero_trains_the_order_of_a_plain_loop() -> None:
-    run = Run(max_staleness=0, workers=FakeWorkers(seconds=lambda r: 0.001 * ((r.sampling[0].seed % 7))))()
+    run = Run(max_staleness=0, workers=FakeWorkers(seconds=lambda r: 0.001 * (r.sampling[0].seed % 7)))()
     plain = PromptCursor(PROMPTS, seed=0)
     assert run.trained() == [plain.next().group_id for _ in range(20)]  # type: ignore[union-attr]
     assert set(run.lags()) == {0}
@@ -137,6 +137,13 @@ def test_every_prompt_is_trained_once_an_epoch_although_workers_and_scorers_fail
     assert failed
     assert Counter(run.trained()) == Counter(f"0:{prompt.prompt_id}" for prompt in PROMPTS)
     assert run.queue.ledger.counts["failed"].groups == len(failed) + 3
+
+
+def test_a_group_that_came_back_one_sample_short_is_issued_again_and_never_trained_short() -> None:
+    run = Run(workers=FakeWorkers(lose_sample=lambda r: r.attempt == 0 and r.prompt.prompt_id in {"p2", "p9"}))()
+    sizes = {len(group.rollouts) for batch in run.learner.batches for group in batch.groups}
+    assert sizes == {SETTINGS.samples_per_prompt}
+    assert run.queue.ledger.counts["failed"].groups == 2
 
 
 def test_a_prompt_that_always_fails_ends_the_run_and_is_named() -> None:

@@ -56,6 +56,11 @@ class ManualClock:
         self._now = end
         await self.run_ready()
 
+    @property
+    def sleeping(self) -> int:
+        """Tasks asleep on this clock."""
+        return len(self._sleepers)
+
     @staticmethod
     async def run_ready() -> None:
         """Run every task that can go on without time passing (a chain of ten hand-overs is more than any test has)."""

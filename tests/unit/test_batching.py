@@ -73,6 +73,11 @@ def test_a_row_above_the_budget_gets_a_micro_batch_of_its_own():
     assert plan.ranks == (((0,), (1, 2)),)
 
 
+@pytest.mark.parametrize(("budget", "micro_batches"), [(7, ((0,), (1,))), (8, ((0, 1),))])
+def test_two_rows_of_four_share_a_micro_batch_from_eight_tokens_on(budget, micro_batches):
+    assert forward_plan([4, 4], ranks=1, micro_batch_tokens=budget).ranks == (micro_batches,)
+
+
 def test_ranks_without_samples_run_padding_only():
     plan = forward_plan([9], ranks=3, micro_batch_tokens=16)
     assert plan.ranks == (((0,),), ((),), ((),))

@@ -46,6 +46,8 @@ async def test_ready_groups_wait_when_training_them_would_leave_four_for_one_bat
     assert not waiting.done(), "a is due now"
     put_all(queue, [a])
     assert ids(await waiting) == "ac"
+    await clock.run_ready()
+    assert clock.sleeping == 0, "a wait that ended leaves no timer behind"
     queue.advance(3)
     assert ids(await batch_now(queue)) == "ef"
 
@@ -130,6 +132,21 @@ async def test_a_straggler_blocks_nobody_until_it_is_needed():
     with pytest.raises(BatchTimeout) as caught:
         await batch_now(queue)
     assert (caught.value.version, caught.value.group_ids) == (1, ("a",))
+
+
+@async_test
+async def test_overdue_groups_that_this_batch_does_not_need_are_not_named():
+    clock = ManualClock()
+    queue = make_queue(groups_per_batch=1, max_staleness=2, clock=clock)
+    due = {}
+    for version, name in enumerate("acb"):
+        queue.advance(version)
+        due[name] = queue.admit(make_prompt(name), version)
+    put_all(queue, [due["c"]])
+    await clock.advance(20)
+    with pytest.raises(BatchTimeout) as caught:
+        await batch_now(queue)
+    assert caught.value.group_ids == ("a",), "c is ready for version 3, and b has until version 4"
 
 
 @async_test

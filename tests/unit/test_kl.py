@@ -93,6 +93,15 @@ def test_fixed_coefficient_does_not_move():
     controller = FixedKL(0.05)
     controller.update(100.0, 64)
     assert controller.coef == 0.05
+    restored = FixedKL(1.0)
+    restored.load_state_dict(controller.state_dict())
+    assert restored.coef == 0.05
+
+
+@pytest.mark.parametrize("coef", [-0.1, NAN, math.inf])
+def test_fixed_coefficient_that_rewards_divergence_is_refused(coef):
+    with pytest.raises(ValueError, match="coef"):
+        FixedKL(coef)
 
 
 @pytest.mark.parametrize(

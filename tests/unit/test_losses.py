@@ -117,9 +117,9 @@ def test_first_pass_has_ratio_one_and_the_plain_policy_gradient():
 
 
 def test_clip_stops_the_gradient_only_in_the_direction_already_taken():
-    """Bounds 0.8 and 1.3. Advantage +1: 1.5 is clipped at 1.3, 0.5 is not. Advantage -1: the other way round."""
-    loss, gradient = ppo([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -1.0])
-    assert loss.total.item() == pytest.approx(-1.3 - 0.5 + 1.5 + 0.8, abs=1e-6)
+    """Bounds 0.8 and 1.3. Advantage +1: 1.5 is clipped at 1.3, 0.5 is not. Advantages -1, -2: the other way round."""
+    loss, gradient = ppo([1.5, 0.5, 1.5, 0.5], [1.0, 1.0, -1.0, -2.0])
+    assert loss.total.item() == pytest.approx(-1.3 - 0.5 + 1.5 + 1.6, abs=1e-6)
     close(gradient, [[0.0, -0.5, 1.5, 0.0]])
     assert loss.metrics["clip_fraction"].total == 2 and loss.metrics["clip_fraction"].count == 4
     assert loss.metrics["ratio_mean"].value == pytest.approx(1.0, abs=1e-6)
@@ -365,8 +365,9 @@ def test_summed_totals_over_summed_tokens_are_the_same_for_every_split(split):
 def test_clip_fraction_of_micro_batches_is_a_sum_over_a_count():
     """M02: (tokens, clipped) = (4, 0) x 3 and (2, 2): 2/14, not 0.25."""
     parts = [ppo([1.0] * 4, [1.0] * 4)[0]] * 3 + [ppo([2.0, 2.0, 9.0], [1.0] * 3, mask=[1, 1, 0])[0]]
-    total = reduce(lambda a, b: a + b, (part.metrics["clip_fraction"] for part in parts))
-    assert total.value == pytest.approx(2 / 14)
+    for name, expected in (("clip_fraction", 2 / 14), ("ratio_mean", 16 / 14)):
+        total = reduce(lambda a, b: a + b, (part.metrics[name] for part in parts))
+        assert total.value == pytest.approx(expected)
 
 
 def test_explained_variance_adds_over_micro_batches():
@@ -377,4 +378,10 @@ def test_explained_variance_adds_over_micro_batches():
     assert explained_variance(whole) == pytest.approx(0.8)
     first, second = (explained_variance_sums(values[i : i + 1], returns[i : i + 1], mask[i : i + 1]) for i in (0, 1))
     assert {name: first[name] + second[name] for name in whole} == whole
-    assert math.isnan(explained_variance(explained_variance_sums(values, torch.full((2, 3), 0.3), mask)))
+
+
+def test_explained_variance_of_equal_returns_is_not_a_number_made_of_rounding():
+    returns = torch.full((1, 7), 0.9, dtype=torch.float64)
+    for n in range(8):
+        mask = torch.arange(7)[None] < n
+        assert math.isnan(explained_variance(explained_variance_sums(torch.zeros(1, 7), returns, mask)))

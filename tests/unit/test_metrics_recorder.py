@@ -108,12 +108,12 @@ def test_unscorable_rollouts_are_in_no_mean_and_are_counted_beside_it() -> None:
         for score in (1, 1, 1, 1, 0, 0, np.nan, np.nan)
     )
     metrics.group_scored(ScoredGroup("g", members), 0.1)
-    metrics.unscorable(2, "not_finite")
+    metrics.unscorable(2, "score")
     row = metrics.close_step(0, 1)
     assert row["rlhf_score_mean"] == pytest.approx(4 / 6)
     assert row['rlhf_score_component_mean{component="model"}'] == pytest.approx(4 / 6)
     assert row["rlhf_scored_rollouts_total"] == 6
-    assert row['rlhf_unscorable_total{reason="not_finite"}'] == 2
+    assert row['rlhf_unscorable_total{reason="score"}'] == 2
     assert row["rlhf_unscorable_fraction"] == pytest.approx(0.25)
 
 
@@ -164,6 +164,15 @@ def test_a_skipped_step_trains_no_tokens() -> None:
         row = metrics.close_step(int(stepped), 1)
     assert row['rlhf_tokens_total{stage="trained"}'] == 3
     assert row["rlhf_steps_total"] == 1 and row["rlhf_steps_skipped_total"] == 1
+
+
+def test_a_batch_whose_step_was_skipped_does_not_hide_its_lag_behind_the_next_one() -> None:
+    metrics = recorder()
+    for token_version, stepped in ((0, False), (2, True)):
+        batch = TrainBatch(2, (group([token_version]),))
+        metrics.batch_consumed(batch, waited_s=0.0, overlapping_rollouts=0)
+        metrics.step_done(UpdateResult(2 + stepped, stepped, {}), seconds=1.0)
+    assert metrics.close_step(3, 1)["rlhf_batch_max_lag"] == 2
 
 
 @async_test

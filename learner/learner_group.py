@@ -1,0 +1,247 @@
+"""The Ray shell around the learner: one actor a rank, one process group, one deadline for every call.
+
+    LearnerGroup (driver) --ray.put(batch) once--> RankActor 0..N-1 --delegates--> LearnerRank
+                                                        \\__ gloo or nccl __/
+
+Work goes to all ranks or to none; the first rank that fails ends the call with its own error, and a rank that does not
+answer is named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from learner.spec import LearnerSpec
+from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.types import TrainBatch, UpdateResult
+
+if TYPE_CHECKING:
+    from learner.learner import LearnerRank
+
+logger = logging.getLogger(__name__)
+
+# When one rank fails its peers fail too, on the broken connection, and may be heard first.
+_SECONDS_FOR_OTHER_FAILURES = 3.0
+_PEER_FAILURE_MARKS = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "ProcessGroup")
+_CLOSE_TIMEOUT_S = 20.0
+_LOOPBACK = "127.0.0.1"
+
+
+class LearnerFailed(RuntimeError):
+    """A learner rank died or raised; the message names the rank and carries its error."""
+
+
+class RankActor:
+    """One rank in a Ray actor process. torch, transformers and deepspeed are imported in ``setup``."""
+
+    def __init__(self, rank: int, world_size: int, cpu_threads: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        # Before torch is imported, or its thread pool has the size of the machine.
+        os.environ["OMP_NUM_THREADS"] = str(cpu_threads)
+        self._cpu_threads = cpu_threads
+        self._learner: LearnerRank | None = None
+
+    def address(self, loopback: bool) -> tuple[str, int]:
+        """An address of this node and a free port on it, for the ranks to meet at."""
+        host = _LOOPBACK if loopback else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def setup(self, spec: LearnerSpec, host: str, port: int) -> str:
+        """Join the group and load the models; returns this node's id."""
+        import torch
+
+        from learner.engine import init_distributed
+        from learner.learner import LearnerRank
+
+        if spec.device == "cpu":
+            torch.set_num_threads(self._cpu_threads)
+        init_distributed(
+            backend="gloo" if spec.device == "cpu" else "nccl",
+            rank=self._rank,
+            world_size=self._world_size,
+            host=host,
+            port=port,
+            timeout_s=spec.learner.timeout_s,
+        )
+        self._learner = LearnerRank(spec, rank=self._rank, world_size=self._world_size)
+        return ray.get_runtime_context().get_node_id()
+
+    def train(self, batch: TrainBatch) -> UpdateResult:
+        return self._ready().train(batch)
+
+    def snapshot(self, with_bytes: bool) -> tuple[WeightSnapshot | None, Any]:
+        """The snapshot and, if asked for, its bytes in the object store for other nodes (rank 0 only)."""
+        snapshot = self._ready().snapshot()
+        if snapshot is None or not with_bytes:
+            return snapshot, None
+        return snapshot, ray.put(np.fromfile(snapshot.path, dtype=np.uint8))
+
+    def save(self, folder: Path) -> None:
+        self._ready().save(folder)
+
+    def load(self, folder: Path) -> int:
+        """Restore; returns the version."""
+        learner = self._ready()
+        learner.load(folder)
+        return learner.version
+
+    def close(self) -> None:
+        if self._learner is not None:
+            self._learner.close()
+
+    def _ready(self) -> LearnerRank:
+        if self._learner is None:
+            raise RuntimeError(f"learner rank {self._rank} was not set up")
+        return self._learner
+
+
+class LearnerGroup:
+    """Implements ``protocols.Learner`` over ``spec.learner.ranks`` Ray actors.
+
+    Args:
+        spec: what every rank needs.
+        actor_options: Ray actor options of each rank (resources, scheduling strategy, runtime_env), one entry a rank.
+        start_timeout_s: seconds for all ranks to come up; every other call has ``spec.learner.timeout_s``.
+
+    Raises:
+        ValueError: not one entry of options a rank.
+    """
+
+    def __init__(
+        self, spec: LearnerSpec, *, actor_options: Sequence[Mapping[str, Any]], start_timeout_s: float
+    ) -> None:
+        if len(actor_options) != spec.learner.ranks:
+            raise ValueError(
+                f"learner.ranks is {spec.learner.ranks}, but {len(actor_options)} actor options were given"
+            )
+        self._spec = spec
+        self._start_timeout_s = start_timeout_s
+        self._options = [dict(options) for options in actor_options]
+        self._actors: list[Any] = []
+        self._node_id = ""
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """Create the ranks and load the models.
+
+        Raises:
+            LearnerFailed, TimeoutError: naming the rank.
+        """
+        remote = ray.remote(RankActor)
+        size = self._spec.learner.ranks
+        self._actors = [
+            remote.options(**options).remote(rank, size, self._spec.learner.cpu_threads)
+            for rank, options in enumerate(self._options)
+        ]
+        deadline = asyncio.get_running_loop().time() + self._start_timeout_s
+        meeting = self._actors[0].address.remote(not _several_nodes())
+        first = await _answers({0: meeting}, "address", self._start_timeout_s)
+        host, port = first[0]
+        left = max(1.0, deadline - asyncio.get_running_loop().time())
+        nodes = await self._call("setup", self._spec, host, port, timeout_s=left)
+        self._node_id = nodes[0]
+
+    async def train(self, batch: TrainBatch) -> UpdateResult:
+        """One learner step on all ranks.
+
+        Raises:
+            LearnerFailed, TimeoutError: naming the rank.
+        """
+        results = await self._call("train", ray.put(batch))
+        versions = {result.version for result in results}
+        if len(versions) != 1:
+            raise LearnerFailed(f"learner ranks disagree on the version after a step: {sorted(versions)}")
+        self._version = results[0].version
+        return results[0]
+
+    async def snapshot(self) -> WeightSnapshot:
+        """The current weights on rank 0's node; with several nodes also in the object store."""
+        answers = await self._call("snapshot", _several_nodes())
+        snapshot, stored = answers[0]
+        transport: dict[str, Any] = {"node_id": self._node_id}
+        if stored is not None:
+            transport["object"] = stored
+        return replace(snapshot, transport=transport)
+
+    async def save(self, folder: Path) -> None:
+        """All tensor state under ``folder``, which every rank's node must reach."""
+        await self._call("save", folder)
+
+    async def load(self, folder: Path) -> None:
+        """Go on where ``save`` stood; ``version`` is the saved one afterwards."""
+        self._version = (await self._call("load", folder))[0]
+
+    async def close(self) -> None:
+        """Free the ranks and end their processes, also those that do not answer."""
+        try:
+            await self._call("close", timeout_s=_CLOSE_TIMEOUT_S)
+        except (LearnerFailed, TimeoutError) as error:
+            logger.warning("closing the learner: %s", error)
+        finally:
+            for actor in self._actors:
+                ray.kill(actor)
+            self._actors.clear()
+
+    async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Answers of all ranks, in rank order."""
+        refs = {rank: getattr(actor, method).remote(*args) for rank, actor in enumerate(self._actors)}
+        answers = await _answers(refs, method, self._spec.learner.timeout_s if timeout_s is None else timeout_s)
+        return [answers[rank] for rank in sorted(answers)]
+
+
+async def _answers(refs: Mapping[int, Any], method: str, timeout_s: float) -> dict[int, Any]:
+    tasks = {rank: asyncio.ensure_future(_value(ref)) for rank, ref in refs.items()}
+    try:
+        done, waiting = await asyncio.wait(tasks.values(), timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        failed = any(task.exception() is not None for task in done)
+        if failed and waiting:
+            await asyncio.wait(waiting, timeout=_SECONDS_FOR_OTHER_FAILURES)
+        if failed:
+            raise _first_cause(tasks, method)
+        if waiting:
+            silent = [rank for rank, task in tasks.items() if not task.done()]
+            raise TimeoutError(f"learner rank {silent} did not answer {method!r} within {timeout_s:g} s")
+        return {rank: task.result() for rank, task in tasks.items()}
+    finally:
+        for task in tasks.values():
+            task.cancel()
+
+
+def _several_nodes() -> bool:
+    return sum(node["Alive"] for node in ray.nodes()) > 1
+
+
+async def _value(ref: Any) -> Any:
+    return await ref
+
+
+def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> LearnerFailed:
+    """The error that explains the others: a dead process, else an error that is no broken connection, else any."""
+    errors = {rank: error for rank, task in tasks.items() if task.done() and (error := task.exception()) is not None}
+
+    def weight(item: tuple[int, BaseException]) -> int:
+        if isinstance(item[1], ray.exceptions.RayActorError):
+            return 0
+        return 2 if any(mark in str(item[1]) for mark in _PEER_FAILURE_MARKS) else 1
+
+    rank, error = min(errors.items(), key=weight)
+    failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,146 @@
+"""Policy weights out of the learner: gathered from ZeRO, streamed in buckets, written once as a checked snapshot.
+
+Gathering is collective: under ZeRO-3 all ranks walk through the same buckets together, and one bucket (or one tensor,
+if that is larger) is the extra memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from learner.engine import TrainEngine
+from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.weight_manifest import tensor_entry
+
+BUCKET_BYTES = 256 * 2**20
+KEPT_SNAPSHOTS = 2
+"""The newest, and the one before it that a worker may still be reading."""
+
+_SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
+
+
+def weight_metadata(engine: TrainEngine) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and full shape of every weight, by its Hugging Face name, in the order of ``iterate_weights``.
+
+    Tied weights appear once, under their first name, as ``save_pretrained`` writes them. Not collective.
+    """
+    return {name: (weight.dtype, _full_shape(weight)) for name, weight in _weights(engine)}
+
+
+def iterate_weights(engine: TrainEngine, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of every weight on every rank. A tensor is valid until the next one is asked for.
+
+    Collective: all ranks must exhaust it.
+
+    Raises:
+        RuntimeError: between two micro-batches, when gathering would disturb the gradients of ZeRO-3.
+    """
+    if engine.accumulating:
+        raise RuntimeError(
+            f"the {engine.name} weights were asked for in the middle of gradient accumulation; ask after the step"
+        )
+    for bucket in _buckets(engine, bucket_bytes):
+        # Under stages 0 to 2 every rank holds whole weights and this does nothing.
+        with deepspeed.zero.GatheredParameters([weight for _, weight in bucket], enabled=engine.zero_stage == 3):
+            for name, weight in bucket:
+                yield name, weight.detach()
+
+
+def send_weights(engine: TrainEngine, send: Callable[[str, Tensor], None], *, rank: int) -> None:
+    """Hand every weight to ``send`` on rank 0, in the order of ``weight_metadata``, while the other ranks take part in
+    the gathering. A GPU transport plugs in here: ``send`` broadcasts to the engines and must not keep the tensor."""
+    for name, weight in iterate_weights(engine):
+        if rank == 0:
+            send(name, weight)
+
+
+class WeightPublisher:
+    """Writes snapshots ``v{version}.safetensors`` into ``folder`` and removes old ones. Files appear complete or not at
+    all."""
+
+    def __init__(self, engine: TrainEngine, folder: Path, *, rank: int) -> None:
+        self._engine = engine
+        self._folder = folder
+        self._rank = rank
+        self._written: list[Path] = []
+
+    def write(self, version: int) -> WeightSnapshot | None:
+        """Write the current weights as ``version``: rank 0 returns the snapshot, the others None. Collective."""
+        if self._rank != 0:
+            for _ in iterate_weights(self._engine):
+                pass
+            return None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"v{version}.safetensors"
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            entries = self._stream(file)
+        os.replace(partial, path)
+        self._keep(path)
+        return WeightSnapshot(version, path, {"version": version, "tensors": entries})
+
+    def close(self) -> None:
+        """Remove every snapshot still there."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+        self._written.clear()
+
+    def _stream(self, file: BinaryIO) -> dict[str, Any]:
+        """The safetensors layout: header length (8 bytes, little-endian), JSON header, then the tensors' bytes."""
+        header: dict[str, Any] = {}
+        offset = 0
+        for name, (dtype, shape) in weight_metadata(self._engine).items():
+            end = offset + dtype.itemsize * torch.Size(shape).numel()
+            header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        entries = {}
+        for name, weight in iterate_weights(self._engine):
+            raw = weight.to("cpu").contiguous().flatten().view(torch.uint8).numpy()
+            file.write(raw.data)
+            entries[name] = tensor_entry(str(weight.dtype).removeprefix("torch."), tuple(weight.shape), raw)
+        return entries
+
+    def _keep(self, newest: Path) -> None:
+        self._written = [*(path for path in self._written if path != newest), newest]
+        while len(self._written) > KEPT_SNAPSHOTS:
+            self._written.pop(0).unlink(missing_ok=True)
+
+
+def hugging_face_model(engine: TrainEngine) -> Any:
+    """The Hugging Face model inside the engine's forward wrapper."""
+    return engine.module.model
+
+
+def _weights(engine: TrainEngine) -> list[tuple[str, nn.Parameter]]:
+    return list(hugging_face_model(engine).named_parameters())
+
+
+def _full_shape(weight: nn.Parameter) -> tuple[int, ...]:
+    # ZeRO-3 leaves an empty tensor behind; its own attribute has the shape.
+    return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _buckets(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    filled = 0
+    for name, weight in _weights(engine):
+        size = torch.Size(_full_shape(weight)).numel() * weight.dtype.itemsize
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, weight))
+        filled += size
+    if bucket:
+        yield bucket

@@ -1,0 +1,91 @@
+"""How a command ends: signals, the first cause of a failure, and the exit code that says it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from rlhf_cluster.config_io import ConfigError
+from rlhf_cluster.data.chat import ChatTemplateError
+from rlhf_cluster.data.jsonl import DataError
+from rlhf_cluster.diagnosis.preflight import PreflightError
+
+log = logging.getLogger(__name__)
+
+REFUSED = (ConfigError, DataError, ChatTemplateError, PreflightError)
+
+
+class Stopped(Exception):
+    """A signal ended the run."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.exit_code = 128 + number
+
+
+def guard(action: Callable[[], Any]) -> int:
+    """Run ``action`` and turn how it ends into an exit code and one readable message."""
+    try:
+        action()
+    except REFUSED as error:
+        print(f"error: {error}", flush=True)
+        return 2
+    except Stopped as stop:
+        return stop.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        log.debug("failed", exc_info=True)
+        cause = first_cause(error)
+        print(f"failed: {type(cause).__name__}: {cause}", flush=True)
+        return 1
+    return 0
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that came first, out of exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class Signals:
+    """SIGINT and SIGTERM: the first asks the run to end after its step, a second one ends it at once."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.received: signal.Signals | None = None
+        self.on_first: Callable[[], None] = task.cancel
+        self._task = task
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._handle, number)
+
+    def _handle(self, number: signal.Signals) -> None:
+        if self.received is not None:
+            self._task.cancel()
+            return
+        self.received = number
+        self.on_first()
+
+
+def run_async(body: Callable[[Signals], Any]) -> Any:
+    """``asyncio.run(body(signals))``; a run that a signal ended raises ``Stopped``."""
+
+    async def main() -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        signals = Signals(task)
+        try:
+            result = await body(signals)
+        except asyncio.CancelledError:
+            if signals.received is None:
+                raise
+            raise Stopped(signals.received) from None
+        if signals.received is not None:
+            raise Stopped(signals.received)
+        return result
+
+    return asyncio.run(main())

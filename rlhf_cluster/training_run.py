@@ -1,0 +1,230 @@
+"""One training run, from parts that are still starting to the last checkpoint and the evaluation after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlhf_cluster import run_state
+from rlhf_cluster.clock import SystemClock
+from rlhf_cluster.config import Config
+from rlhf_cluster.controller import Controller, ControllerSettings
+from rlhf_cluster.data.cursor import PromptCursor
+from rlhf_cluster.diagnosis import self_check
+from rlhf_cluster.diagnosis.preflight import PreflightError
+from rlhf_cluster.ending import Signals
+from rlhf_cluster.evaluation import Sampler, evaluate
+from rlhf_cluster.experience_queue import ExperienceQueue
+from rlhf_cluster.inputs import Inputs
+from rlhf_cluster.metrics.console import ConsoleView
+from rlhf_cluster.metrics.jsonl import JsonlSink
+from rlhf_cluster.metrics.prometheus import PrometheusSink
+from rlhf_cluster.metrics.recorder import MetricsRecorder
+from rlhf_cluster.metrics.samples import SampleWriter
+from rlhf_cluster.metrics.sinks import Sink
+from rlhf_cluster.metrics.tensorboard import TensorBoardSink
+from rlhf_cluster.run_folder import RunFolder
+from rlhf_cluster.types import TrainBatch
+
+_SELF_CHECK_PROMPTS = 4
+_SELF_CHECK_TOKENS = 24
+
+
+class Fleet(Protocol):
+    """Workers, scorers and learner (``launch.Fleet``), started side by side and each awaited when it is needed."""
+
+    pool: Any
+    """A Generator and WeightSink."""
+    scorers: Any
+    """A Scorer."""
+    learner: Any
+    """A Learner that can also ``load`` a checkpoint."""
+
+    async def ready(self, *names: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class TrainingRun:
+    """One training run from parts that are being started to the last checkpoint."""
+
+    def __init__(self, config: Config, inputs: Inputs, folder: RunFolder, view: ConsoleView) -> None:
+        self._config = config
+        self._inputs = inputs
+        self._folder = folder
+        self._view = view
+        self._clock = SystemClock()
+        self._cursor = PromptCursor(inputs.train, seed=config.run.seed)
+        self._queue = ExperienceQueue(
+            groups_per_batch=config.queue.groups_per_batch,
+            max_staleness=config.queue.max_staleness,
+            clock=self._clock,
+            group_deadline_s=config.queue.group_deadline_s,
+        )
+        self._saved_step = 0
+
+    async def run(self, signals: Signals, start_fleet: Callable[[], Fleet]) -> None:
+        """Train to the last step or the first signal; whatever happens, every part is closed."""
+        view = self._view
+        with contextlib.ExitStack() as stack:
+            self._recorder = self._open_recorder(stack)
+            view.phase("starting rollout workers, scorers and learner")
+            fleet = start_fleet()
+            try:
+                step = await self._prepare(fleet)
+                controller = self._controller(fleet, step)
+                signals.on_first = controller.stop
+                view.phase("training")
+                await controller.run()
+                view.phase("saving")
+                await self._save(fleet, controller.step)
+                if not controller.stopped:
+                    view.phase("evaluating the trained policy")
+                    await self._evaluate(fleet, "after")
+                view.phase("closing")
+            finally:
+                await fleet.close()
+
+    def _open_recorder(self, stack: contextlib.ExitStack) -> MetricsRecorder:
+        config = self._config.metrics
+        sinks: list[Sink] = [JsonlSink(self._folder.metrics), self._view]
+        if config.prometheus is not None:
+            try:
+                exporter = PrometheusSink(config.prometheus.host, config.prometheus.port)
+            except ValueError as error:
+                raise PreflightError(str(error)) from None
+            sinks.append(exporter)
+            (self._folder.path / "prometheus_url").write_text(exporter.url + "\n")
+            self._view.message(f"metrics: {exporter.url}")
+        if config.tensorboard:
+            sinks.append(TensorBoardSink(self._folder.path / "tensorboard"))
+        recorder = MetricsRecorder(
+            max_staleness=self._config.queue.max_staleness,
+            total_steps=self._config.run.steps,
+            clock=self._clock,
+            sinks=sinks,
+        )
+        stack.callback(recorder.close)
+        return recorder
+
+    async def _prepare(self, fleet: Fleet) -> int:
+        """Bring the parts to the same version and return the step to go on from.
+
+        A fresh run samples its baseline while the learner is still loading: all hold the same folder as version 0.
+        """
+        if self._folder.checkpoint is None:
+            if self._config.evaluation is not None:
+                await fleet.ready("rollout workers", "scorers")
+                self._view.phase("evaluating the untrained policy")
+                await self._evaluate(fleet, "before")
+            await fleet.ready("rollout workers", "scorers", "learner")
+            step = 0
+        else:
+            step = await self._resume(fleet, self._folder.checkpoint)
+        await self._self_check(fleet)
+        return step
+
+    async def _resume(self, fleet: Fleet, checkpoint: Path) -> int:
+        self._view.phase("verifying the checkpoint")
+        await asyncio.to_thread(run_state.verify, checkpoint)
+        step = run_state.restore(
+            run_state.load_state(checkpoint), cursor=self._cursor, queue=self._queue, recorder=self._recorder
+        )
+        await fleet.ready("rollout workers", "scorers", "learner")
+        self._view.phase("loading the checkpoint")
+        await fleet.learner.load(checkpoint / run_state.LEARNER)
+        # The engines hold the base weights: nothing may be sampled before they hold those of the checkpoint.
+        if fleet.learner.version > 0:
+            report = await fleet.pool.publish(await fleet.learner.snapshot())
+            self._recorder.weights_published(report)
+        self._saved_step = step
+        return step
+
+    def _controller(self, fleet: Fleet, step: int) -> Controller:
+        config = self._config
+
+        async def after_step(done: int) -> None:
+            if done % config.checkpoint.every_steps == 0 and done < config.run.steps:
+                await self._save(fleet, done)
+
+        return Controller(
+            ControllerSettings(
+                seed=config.run.seed,
+                steps=config.run.steps,
+                groups_per_batch=config.queue.groups_per_batch,
+                samples_per_prompt=config.rollout.samples_per_prompt,
+                max_new_tokens=config.rollout.max_new_tokens,
+                temperature=config.rollout.temperature,
+                max_attempts=config.guardrails.max_attempts,
+                max_unscorable_fraction=config.guardrails.max_unscorable_fraction,
+            ),
+            cursor=self._cursor,
+            queue=self._queue,
+            generator=fleet.pool,
+            scorer=fleet.scorers,
+            learner=fleet.learner,
+            sink=fleet.pool,
+            clock=self._clock,
+            recorder=self._recorder,
+            step=step,
+            after_step=after_step,
+            after_first_publication=lambda: self._self_check(fleet),
+            on_batch=self._sample_writer(),
+        )
+
+    def _sample_writer(self) -> Callable[[int, TrainBatch], None] | None:
+        per_step = self._config.metrics.samples_per_step
+        if not per_step:
+            return None
+        self._view.message(f"answers in clear go to {self._folder.samples} (metrics.samples_per_step {per_step})")
+        return SampleWriter(self._folder.samples, per_step=per_step, decode=self._inputs.decode).write
+
+    async def _save(self, fleet: Fleet, step: int) -> None:
+        if step == self._saved_step:
+            return
+        state = run_state.snapshot(step, cursor=self._cursor, queue=self._queue, recorder=self._recorder)
+        path = await run_state.save_checkpoint(self._folder.checkpoints, step, state, fleet.learner.save)
+        run_state.prune(self._folder.checkpoints, self._config.checkpoint.keep_last)
+        self._saved_step = step
+        self._view.message(f"checkpoint {path}")
+
+    async def _evaluate(self, fleet: Fleet, name: str) -> None:
+        if self._config.evaluation is None:
+            return
+        result = await evaluate(
+            self._inputs.held_out,
+            sampler=self._sampler(fleet, self._config.rollout.max_new_tokens),
+            scorer=fleet.scorers,
+            samples_per_prompt=self._config.evaluation.samples_per_prompt,
+        )
+        self._recorder.evaluated(name, result.summary())
+        self._folder.write_evaluation(name, result.record(self._inputs.decode))
+
+    async def _self_check(self, fleet: Fleet) -> None:
+        """Engine and learner must agree about a few fresh rollouts (see ``diagnosis.self_check``)."""
+        sampler = self._sampler(fleet, min(_SELF_CHECK_TOKENS, self._config.rollout.max_new_tokens))
+        label = f"self-check at version {fleet.learner.version}"
+        prompts = self._inputs.train[:_SELF_CHECK_PROMPTS]
+        groups = await asyncio.gather(*(sampler.sample(prompt, 1, label=label) for prompt in prompts))
+        probe = [rollout for group in groups for rollout in group]
+        logprobs = await fleet.learner.logprobs(probe)
+        mean = self_check.check(
+            probe,
+            logprobs,
+            version=fleet.learner.version,
+            dtype=self._config.model.dtype,
+            tolerance=self._config.guardrails.self_check_tolerance,
+        )
+        self._view.message(f"{label}: engine and learner differ by {mean:.4f} nats a token")
+
+    def _sampler(self, fleet: Fleet, max_new_tokens: int) -> Sampler:
+        return Sampler(
+            fleet.pool,
+            self._clock,
+            seed=self._config.run.seed,
+            temperature=self._config.rollout.temperature,
+            max_new_tokens=max_new_tokens,
+        )

@@ -1,0 +1,114 @@
+"""`rlhf train` end to end: what it leaves behind, what Prometheus sees, and that a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rlhf_cluster import run_state
+from rlhf_cluster.metrics.series import series_key
+from tests.e2e.conftest import FinishedRun, train_and_scrape
+
+
+@pytest.mark.timeout(300)
+def test_the_run_ends_well_after_exactly_its_steps(finished_run: FinishedRun) -> None:
+    assert finished_run.exit_code == 0, finished_run.output
+    assert [(row["step"], row["version"]) for row in finished_run.rows()] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_no_token_was_trained_beyond_the_bound_and_attempts_close(finished_run: FinishedRun) -> None:
+    rows = finished_run.rows()
+    assert all(0 <= row["rlhf_batch_max_lag"] <= 1 for row in rows)
+    last = rows[-1]
+    dispatched = last['rlhf_attempts_total{state="dispatched",reason="none"}']
+    trained = last['rlhf_attempts_total{state="trained",reason="none"}']
+    assert (dispatched, trained) == (16, 16)
+    assert last['rlhf_tokens_total{stage="trained"}'] == sum(row["rlhf_batch_tokens"] for row in rows)
+
+
+def test_training_was_asynchronous(finished_run: FinishedRun) -> None:
+    overlapping = [row["rlhf_batch_overlapping_rollouts"] for row in finished_run.rows()]
+    assert overlapping[0] == 0
+    assert max(overlapping[1:]) > 0
+    assert max(row["rlhf_batch_max_lag"] for row in finished_run.rows()) == 1
+
+
+def test_prometheus_showed_per_version_staleness_and_kl_with_the_values_of_the_metrics_file(
+    finished_run: FinishedRun,
+) -> None:
+    by_step = {row["step"]: row for row in finished_run.rows()}
+    compared: set[str] = set()
+    for scrape in finished_run.scrapes:
+        samples = {
+            series_key(sample.name, sample.labels): sample.value
+            for family in text_string_to_metric_families(scrape)
+            for sample in family.samples
+        }
+        if "rlhf_step" not in samples:
+            continue
+        row = by_step[int(samples["rlhf_step"])]
+        for key, value in samples.items():
+            if key.startswith(("rlhf_version_", "rlhf_staleness_versions", "rlhf_kl_behaviour")):
+                assert row[key] == value, key
+                compared.add(key.partition("{")[0])
+    assert {
+        "rlhf_version_staleness_mean",
+        "rlhf_version_staleness_max",
+        "rlhf_version_kl_reference",
+        "rlhf_kl_behaviour",
+    } <= compared
+
+
+def test_engine_and_learner_agree_at_start_and_under_trained_weights(finished_run: FinishedRun) -> None:
+    for version in (0, 1):
+        assert f"self-check at version {version}: engine and learner differ by 0.00" in finished_run.output
+    assert all(row["rlhf_kl_behaviour_mean"] < 0.5 for row in finished_run.rows())
+
+
+def test_held_out_prompts_are_evaluated_at_the_first_and_the_last_version(finished_run: FinishedRun) -> None:
+    evaluations = [(row["name"], row["version"]) for row in finished_run.rows("evaluation")]
+    assert evaluations == [("before", 0), ("after", 4)]
+    after = json.loads((finished_run.folder / "evaluation_after.json").read_text())
+    assert after["version"] == 4
+    assert len(after["answers"]) == 40
+
+
+def test_no_prompt_text_reaches_the_output(finished_run: FinishedRun) -> None:
+    prompts = [
+        json.loads(line)["prompt"] for line in Path("configs/data/everyday_prompts.jsonl").read_text().splitlines()
+    ]
+    assert not [prompt for prompt in prompts if prompt in finished_run.output]
+
+
+def test_the_last_checkpoint_is_a_verified_set_with_models_that_load(finished_run: FinishedRun) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    checkpoint = run_state.newest_checkpoint(finished_run.folder / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.name == "step_00000004"
+    run_state.verify(checkpoint)
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint / "learner" / "policy", dtype=torch.float32)
+    initial = AutoModelForCausalLM.from_pretrained(finished_run.models / "policy", dtype=torch.float32)
+    changed = [
+        name
+        for (name, new), old in zip(policy.named_parameters(), initial.parameters(), strict=True)
+        if not torch.equal(new, old)
+    ]
+    assert len(changed) == len(list(policy.parameters())), "every weight of the policy was trained"
+    critic = AutoModelForSequenceClassification.from_pretrained(checkpoint / "learner" / "critic")
+    assert critic.config.num_labels == 1
+
+
+@pytest.mark.timeout(300)
+def test_a_finished_run_goes_on_from_its_step_and_version(finished_run: FinishedRun) -> None:
+    resumed = train_and_scrape(finished_run.models, finished_run.folder.parent, "run.steps=6", "--resume", "required")
+    assert resumed.exit_code == 0, resumed.output
+    assert "resuming from step_00000004" in resumed.output
+    assert [(row["step"], row["version"]) for row in resumed.rows()] == [(n, n) for n in range(1, 7)]
+    last = resumed.rows()[-1]
+    assert last['rlhf_attempts_total{state="trained",reason="none"}'] == 24
+    assert last['rlhf_optimizer_steps_total{model="policy"}'] == 12

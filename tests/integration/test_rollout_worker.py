@@ -1,0 +1,99 @@
+"""One real vLLM engine on a tiny untied model whose own sampling defaults are far from neutral."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.rollout_worker import RolloutWorker
+from tests.integration.rollout_helpers import PROMPT, request, running_worker, snapshot_of, transformers_logprobs
+from tests.tiny_models import build_tiny_policy
+
+pytest.importorskip("vllm")
+
+# An id that only generation_config.json names as an end of answer.
+SECOND_END = 50
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_tiny_policy(tmp_path_factory.mktemp("policy"), tied=False, seed=0)
+    file = folder / "generation_config.json"
+    own = {"do_sample": True, "repetition_penalty": 1.1, "top_p": 0.8, "top_k": 20, "temperature": 0.7}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own | {"eos_token_id": [2, SECOND_END]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[tuple[RolloutWorker, asyncio.Runner]]:
+    with running_worker(folder) as running:
+        yield running
+
+
+def test_rollouts_carry_ids_order_lengths_and_version_of_their_request(running) -> None:
+    worker, runner = running
+    asked = request("g7", [1, 2, 3], max_new_tokens=12, attempt=4)
+    rollouts = runner.run(worker.generate(asked))
+
+    assert [rollout.rollout_id for rollout in rollouts] == ["g7/4/0", "g7/4/1", "g7/4/2"]
+    assert [rollout.sampling for rollout in rollouts] == list(asked.sampling)
+    for rollout in rollouts:
+        assert (rollout.group_id, rollout.attempt) == ("g7", 4)
+        assert rollout.prompt_token_ids.tolist() == list(PROMPT)
+        assert 1 <= rollout.n_tokens <= 12
+        assert rollout.version_spans == ((0, 0, rollout.n_tokens),)
+
+
+def test_answers_end_at_every_end_id_with_the_id_included_or_at_the_limit(running) -> None:
+    worker, runner = running
+    rollouts = runner.run(worker.generate(request("ends", list(range(64)), max_new_tokens=300)))
+
+    ended = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
+    assert {int(rollout.token_ids[-1]) for rollout in ended} == {2, SECOND_END}
+    for rollout in rollouts:
+        inner = rollout.token_ids[:-1] if rollout.finish_reason == "stop" else rollout.token_ids
+        assert not np.isin(inner, [2, SECOND_END]).any()
+        assert rollout.finish_reason == "stop" or (rollout.truncated and rollout.n_tokens == 300)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_behaviour_logprobs_are_the_models_own_at_the_temperature(running, folder: Path, temperature: float) -> None:
+    # Any top_p, top_k or penalty taken from the model's generation config would renormalise these.
+    worker, runner = running
+    rollouts = runner.run(worker.generate(request("lp", [5, 6], max_new_tokens=60, temperature=temperature)))
+
+    for rollout in rollouts:
+        np.testing.assert_allclose(rollout.behaviour_logprobs, transformers_logprobs(folder, rollout), atol=0.02)
+
+
+def test_same_seed_repeats_and_other_seeds_differ(running) -> None:
+    worker, runner = running
+    first = runner.run(worker.generate(request("a", [1, 2, 3, 1])))
+    again = runner.run(worker.generate(request("b", [3, 1])))
+
+    answers = [tuple(rollout.token_ids.tolist()) for rollout in first]
+    assert len(set(answers[:3])) == 3
+    assert answers[3] == answers[0]
+    assert [tuple(rollout.token_ids.tolist()) for rollout in again] == [answers[2], answers[0]]
+
+
+def test_a_request_longer_than_the_engine_holds_is_refused_by_name(running) -> None:
+    worker, runner = running
+    with pytest.raises(ValueError, match=r"rollout worker 1: group long may reach 617 tokens, the engine holds 600"):
+        runner.run(worker.generate(request("long", [1], max_new_tokens=600)))
+
+
+def test_an_untied_model_serves_updated_weights(running, tmp_path: Path) -> None:
+    worker, runner = running
+    other = build_tiny_policy(tmp_path / "other", tied=False, seed=9)
+    timing = runner.run(worker.update_weights(snapshot_of(other, tmp_path / "v1.safetensors", 1)))
+    (rollout,) = runner.run(worker.generate(request("new", [4])))
+
+    assert rollout.version_spans == ((1, 0, rollout.n_tokens),)
+    assert 0 < timing.paused_s <= timing.total_s
+    np.testing.assert_allclose(rollout.behaviour_logprobs, transformers_logprobs(other, rollout), atol=0.02)

@@ -1,0 +1,161 @@
+"""Config: what is refused, with what words, and what the shipped files come to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from rlhf_cluster.config import Config, RewardComponent, derived_table
+from rlhf_cluster.config_io import ConfigError, all_keys, dump_config, load_config
+
+CONFIGS = Path("configs")
+TINY = CONFIGS / "tiny_test.yaml"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid_and_survives_a_round_trip(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(dump_config(config))
+    assert load_config(resolved) == config
+
+
+def test_all_four_named_configs_ship() -> None:
+    names = {path.name for path in CONFIGS.glob("*.yaml")}
+    assert {"demo_smollm2.yaml", "tiny_test.yaml", "ppo_7b_single_node.yaml", "ppo_7b_cluster.yaml"} <= names
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.learning_rte=1e-6", ["learner.learning_rte: unknown key", "learner.policy_lr"]),
+        ("learning_rate=1e-6", ["learning_rate: unknown key", "learner.policy_lr"]),
+        ("learner.num-epochs=2", ["learner.num-epochs: unknown key", "learner.epochs"]),
+        ("queue.max_stalenes=2", ["queue.max_stalenes: unknown key", "queue.max_staleness"]),
+        ("algorithm.kl.coeff=0.1", ["algorithm.kl.coeff: unknown key", "algorithm.kl.coef"]),
+        ("queue.max_staleness=-1", ["queue.max_staleness", "-1"]),
+        ("algorithm.lam=1.5", ["algorithm.lam", "1.5"]),
+        ("algorithm.clip_low=0", ["algorithm.clip_low"]),
+        ("algorithm.kl.controller=adaptive", ["target", "horizon"]),
+        ("algorithm.kl.target=0.1", ["do nothing", "controller: adaptive"]),
+        ("publish.backend=nccl", ["publish.backend", "cluster.device: cuda"]),
+        ("rollout.engine.tensor_parallel=2", ["rollout.engine.tensor_parallel", "cluster.device: cuda"]),
+        ("learner.minibatches=9", ["learner.minibatches 9", "8 samples"]),
+        ("model.reward=null", ["kind: model", "model.reward"]),
+        ("data.eval_prompts=x.jsonl", ["data.eval_prompts", "evaluation"]),
+        ("evaluation.samples_per_prompt=2", ["evaluation", "data.eval_prompts"]),
+        ("reward.components=[]", ["reward.components"]),
+        ("learner.zero_stage=4", ["learner.zero_stage"]),
+        ("checkpoint.keep_last=0", ["checkpoint.keep_last"]),
+        ("no_equals_sign", ["section.key=value"]),
+        ("run.name.deeper=1", ["run.name holds no keys"]),
+    ],
+)
+def test_a_bad_override_is_refused_naming_file_or_override_and_key(override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TINY, [override])
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_an_error_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(TINY.read_text() + "\nextra: 1\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: extra: unknown key"):
+        load_config(path)
+
+
+def test_a_key_given_twice_is_refused_rather_than_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text(TINY.read_text() + "\nrun: {name: other, steps: 1}\n")
+    with pytest.raises(ConfigError, match="'run' appears twice"):
+        load_config(path)
+
+
+def test_a_missing_file_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot read"):
+        load_config(Path("nowhere.yaml"))
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("1E5", 1e5), ("2.5e-3", 2.5e-3), ("5e+2", 500.0)])
+def test_scientific_notation_is_a_number(text: str, value: float) -> None:
+    assert load_config(TINY, [f"learner.policy_lr={text}"]).learner.policy_lr == value
+
+
+def test_overrides_are_applied_in_order_and_reach_nested_sections() -> None:
+    config = load_config(TINY, ["rollout.engine.max_num_seqs=3", "run.steps=7", "run.steps=9"])
+    assert config.rollout.engine.max_num_seqs == 3
+    assert config.run.steps == 9
+
+
+def test_config_is_frozen() -> None:
+    config = load_config(TINY)
+    with pytest.raises(ValidationError):
+        config.run.steps = 3  # type: ignore[misc]
+
+
+def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+    found = {model}
+    for info in model.model_fields.values():
+        for candidate in _models(info.annotation):
+            found |= _sections(candidate)
+    return found
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
+
+
+def test_every_section_at_every_level_is_frozen_and_forbids_extras() -> None:
+    sections = _sections(Config)
+    assert RewardComponent in sections
+    assert len(sections) > 15
+    for section in sections:
+        assert section.model_config.get("extra") == "forbid", section
+        assert section.model_config.get("frozen") is True, section
+
+
+def test_every_field_says_what_it_changes() -> None:
+    undocumented = [
+        f"{section.__name__}.{name}"
+        for section in _sections(Config) - {Config}
+        for name, info in section.model_fields.items()
+        if not info.description and not _models(info.annotation)
+    ]
+    assert undocumented == []
+
+
+def test_the_derived_table_is_worked_out_from_the_config() -> None:
+    table = derived_table(load_config(TINY, ["learner.epochs=3", "queue.max_staleness=2"]))
+    assert table["samples_a_batch"] == 4 * 2
+    assert table["samples_a_minibatch"] == 4
+    assert table["optimizer_steps_a_batch"] == 3 * 2
+    assert table["optimizer_steps"] == 4 * 3 * 2
+    assert table["outstanding_groups_bound"] == (2 + 1) * 4
+    # 2 rows a rank and minibatch; 1024 tokens hold 3 rows of 256 + 24 tokens.
+    assert table["micro_batches_a_rank"] == 1
+    assert derived_table(load_config(TINY, ["learner.micro_batch_tokens=300"]))["micro_batches_a_rank"] == 2
+
+
+def test_loading_a_config_imports_no_heavy_package() -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlhf_cluster.config_io import load_config;"
+        f"load_config(Path({str(TINY)!r}));"
+        "print([m for m in ('torch', 'ray', 'vllm', 'transformers', 'deepspeed') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_config_reference_lists_every_key_with_its_description() -> None:
+    from docs.generate_config_reference import reference
+
+    assert Path("docs/config.md").read_text() == reference(), "run: python -m docs.generate_config_reference"
+    assert all(f"`{key}`" in reference() for key in all_keys() if "." in key)

@@ -1,0 +1,70 @@
+"""Held-out evaluation: the same seeds each time, one version, and means over the right population."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from rlhf_cluster.clock import SystemClock
+from rlhf_cluster.evaluation import Evaluation, Sampler, evaluate
+from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.types import Prompt
+from tests.fakes import FakeScorer, FakeWorkers
+
+PROMPTS = [Prompt(f"p{index}", (1, index), f"question {index}") for index in range(6)]
+
+
+def run(workers: FakeWorkers, scorer: FakeScorer) -> Evaluation:
+    sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8)
+    return asyncio.run(evaluate(PROMPTS, sampler=sampler, scorer=scorer, samples_per_prompt=2))
+
+
+def test_every_prompt_is_answered_with_the_same_seeds_every_time() -> None:
+    first, second = FakeWorkers(capacity=2), FakeWorkers(workers=2)
+    run(first, FakeScorer())
+    run(second, FakeScorer())
+    seeds = [{r.prompt.prompt_id: [s.seed for s in r.sampling] for r in w.requests} for w in (first, second)]
+    assert seeds[0] == seeds[1]
+    assert len({seed for group in seeds[0].values() for seed in group}) == 12
+
+
+def test_the_summary_counts_answers_and_tokens() -> None:
+    result = run(FakeWorkers(), FakeScorer(lambda prompt: float(prompt.prompt_id[1:])))
+    summary = result.summary()
+    assert summary["score"] == pytest.approx(2.5)
+    assert summary["score_std_over_prompts"] == pytest.approx((35 / 12) ** 0.5)
+    assert summary["response_length"] == 6
+    # The fakes put behaviour at -1.0 and the reference at -1.1 on every token.
+    assert summary["kl_reference_k1"] == pytest.approx(0.1, abs=1e-6)
+    assert summary["kl_reference_k3"] == pytest.approx(2.718281828**-0.1 - 1 + 0.1, abs=1e-6)
+    assert summary["component_model"] == pytest.approx(2.5)
+
+
+def test_an_unscorable_answer_is_counted_and_left_out_of_the_mean() -> None:
+    scorer = FakeScorer(lambda prompt: float("nan") if prompt.prompt_id == "p5" else 1.0)
+    summary = run(FakeWorkers(), scorer).summary()
+    assert summary["score"] == 1.0
+    assert summary["unscorable"] == 2
+
+
+def test_weights_that_change_meanwhile_fail_the_evaluation() -> None:
+    workers = FakeWorkers(seconds=lambda request: 0.02)
+
+    async def change() -> None:
+        sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8)
+        running = asyncio.create_task(evaluate(PROMPTS, sampler=sampler, scorer=FakeScorer(), samples_per_prompt=1))
+        await asyncio.sleep(0.01)
+        await workers.publish(WeightSnapshot(1, Path("x"), {}))
+        await running
+
+    with pytest.raises(RuntimeError, match=r"versions \[0, 1\]"):
+        asyncio.run(change())
+
+
+def test_the_record_holds_prompt_and_answer_in_clear() -> None:
+    record = run(FakeWorkers(), FakeScorer()).record(lambda ids: f"{len(ids)} ids")
+    assert record["answers"][0]["prompt"] == "question 0"
+    assert record["answers"][0]["answer"] == "6 ids"
+    assert len(record["answers"]) == 12

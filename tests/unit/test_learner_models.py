@@ -1,0 +1,187 @@
+"""Forward passes of policy and critic: which position speaks for which token, and what may not change a number."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+from learner.heads import LogprobHead
+from learner.models import CriticModel, PolicyModel, TokenPair, check_vocabularies, collate, load_critic, load_policy
+from rlhf_cluster.config import LearnerConfig, ModelConfig
+
+CPU = torch.device("cpu")
+VOCAB = 100
+
+
+def pair(prompt: list[int], response: list[int]) -> TokenPair:
+    return np.array(prompt, dtype=np.int32), np.array(response, dtype=np.int32)
+
+
+class CounterModel(nn.Module):
+    """Puts probability 0.999 on (previous id + 1) mod VOCAB; its other feature is the position id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace()
+        self.lm_head = nn.Linear(VOCAB, VOCAB, bias=False)
+        self.lm_head.weight.data = torch.eye(VOCAB) * math.log(0.999 * (VOCAB - 1) / 0.001)
+        self.score = nn.Linear(VOCAB, 1, bias=False)
+        self.feature = "next"
+
+    def base_model(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> Any:
+        if self.feature == "next":
+            hidden = nn.functional.one_hot((input_ids + 1) % VOCAB, VOCAB).float()
+        else:
+            hidden = position_ids[..., None].expand(*position_ids.shape, VOCAB).float()
+        return SimpleNamespace(last_hidden_state=hidden)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        self.lm_head = head
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Absolute learned positions and dropout 0.1: rotary positions would hide a wrong position id."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.2)
+    GPT2LMHeadModel(config).save_pretrained(folder / "policy")
+    config.num_labels = 1
+    GPT2ForSequenceClassification(config).save_pretrained(folder / "critic")
+    config.num_labels = 2
+    GPT2ForSequenceClassification(config).save_pretrained(folder / "two_labels")
+    return folder
+
+
+def model_config(**overrides: Any) -> ModelConfig:
+    return ModelConfig(policy="unused", dtype="float32", attention="eager", **overrides)
+
+
+def policy_of(folder: Path, **learner: Any) -> PolicyModel:
+    return load_policy(str(folder), model_config(), LearnerConfig(**learner), temperature=1.0)
+
+
+def critic_of(folder: Path, **learner: Any) -> CriticModel:
+    return load_critic(str(folder), model_config(), LearnerConfig(**learner))
+
+
+def test_each_logprob_belongs_to_its_own_token_and_not_to_a_neighbour() -> None:
+    policy = PolicyModel(CounterModel(), temperature=1.0)
+    inputs = collate([pair([3, 4], [5, 6, 7]), pair([1, 2, 3, 4, 5, 6], [7])], CPU)
+    with torch.no_grad():
+        logprobs, _ = policy(inputs)
+    expected = torch.tensor([[math.log(0.999)] * 3, [math.log(0.999), 0.0, 0.0]])
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_a_value_is_the_critic_output_just_before_its_token_and_the_bootstrap_comes_after_the_last() -> None:
+    model = CounterModel()
+    model.feature = "position"
+    model.score.weight.data.fill_(1.0 / VOCAB)
+    values, after_last = CriticModel(model)(collate([pair([3, 4], [5, 6, 7]), pair([9, 9, 9], [1])], CPU))
+    torch.testing.assert_close(values, torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.0, 0.0]]))
+    torch.testing.assert_close(after_last, torch.tensor([4.0, 3.0]))
+
+
+def test_padding_and_neighbours_change_neither_logprobs_nor_values(gpt2: Path) -> None:
+    policy, critic = policy_of(gpt2 / "policy"), critic_of(gpt2 / "critic")
+    row = pair([3, 4, 5], [6, 7])
+    neighbours = [pair([8], [9]), pair(list(range(20)), list(range(17))), pair([1, 2], [])]
+    alone, together = collate([row], CPU), collate([*neighbours, row], CPU)
+    torch.testing.assert_close(policy(together)[0][3, :2], policy(alone)[0][0], atol=1e-5, rtol=0)
+    (many, many_after), (one, one_after) = critic(together), critic(alone)
+    torch.testing.assert_close(many[3, :2], one[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(many_after[3], one_after[0], atol=1e-5, rtol=0)
+
+
+def test_logprobs_are_those_of_the_whole_model_at_the_sampling_temperature(gpt2: Path) -> None:
+    reference = GPT2LMHeadModel.from_pretrained(gpt2 / "policy").eval()
+    with torch.no_grad():
+        logits = reference(torch.tensor([[3, 4, 5, 6, 7]])).logits[0]
+    expected = torch.log_softmax(logits / 0.7, dim=-1)[[2, 3], [6, 7]]
+    policy = load_policy(str(gpt2 / "policy"), model_config(), LearnerConfig(), temperature=0.7)
+    torch.testing.assert_close(policy(collate([pair([3, 4, 5], [6, 7])], CPU))[0][0], expected, atol=1e-5, rtol=0)
+
+
+def test_dropout_of_the_model_folder_is_off_in_training_mode(gpt2: Path) -> None:
+    inputs = collate([pair([3, 4, 5], [6, 7])], CPU)
+    for model in (policy_of(gpt2 / "policy"), critic_of(gpt2 / "critic")):
+        assert model.training
+        assert torch.equal(model(inputs)[0], model(inputs)[0])
+
+
+def test_entropy_of_a_uniform_model_is_the_log_of_the_vocabulary() -> None:
+    model = CounterModel()
+    model.lm_head.weight.data.zero_()
+    with torch.no_grad():
+        _, entropies = PolicyModel(model, temperature=1.0)(collate([pair([1], [2, 3])], CPU), with_entropy=True)
+    torch.testing.assert_close(entropies, torch.full((1, 2), math.log(VOCAB)))
+
+
+def test_the_lm_head_sees_response_positions_only(gpt2: Path) -> None:
+    policy = policy_of(gpt2 / "policy")
+    seen: list[int] = []
+    policy.model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    policy(collate([pair(list(range(30)), [6, 7]), pair([1], [2, 3, 4])], CPU))
+    assert seen == [5]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_cut_into_chunks_has_the_values_and_gradients_of_a_whole_one(bias: bool) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50, bias=bias)
+    token_ids, weights = torch.randint(50, (11,)), torch.randn(11)
+    results = []
+    for rows in (100, 4):
+        head.zero_grad()
+        hidden = torch.linspace(-1, 1, 11 * 16).reshape(11, 16).requires_grad_()
+        logprobs, _ = LogprobHead(head, rows)(hidden, token_ids, temperature=0.8, with_entropy=False)
+        (logprobs * weights).sum().backward()
+        gradients = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
+        results.append([logprobs.detach(), *(gradient.clone() for gradient in gradients)])
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-5)
+
+
+def test_a_plain_language_model_becomes_a_critic_whose_values_start_at_zero(
+    gpt2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values, after_last = critic_of(gpt2 / "policy")(collate([pair([3, 4], [5, 6])], CPU))
+    assert not values.any() and not after_last.any()
+    assert "starts from zeros" in caplog.text
+
+
+def test_a_critic_with_two_labels_is_refused(gpt2: Path) -> None:
+    with pytest.raises(ValueError, match="has 2 labels"):
+        critic_of(gpt2 / "two_labels")
+
+
+def test_a_critic_that_cannot_read_the_policys_tokens_is_refused(gpt2: Path, tmp_path: Path) -> None:
+    small = GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=2, num_labels=1)
+    GPT2ForSequenceClassification(small).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="50 token embeddings"):
+        check_vocabularies(policy_of(gpt2 / "policy"), critic_of(tmp_path))
+
+
+def test_a_model_that_caps_its_logits_is_refused() -> None:
+    model = CounterModel()
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        PolicyModel(model, temperature=1.0)
+
+
+def test_a_prompt_without_tokens_is_refused_and_no_rows_give_one_filler() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        collate([pair([], [1])], CPU)
+    assert collate([], CPU).input_ids.shape == (1, 2)
