@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from learner.engine import TrainEngine
 from learner.weight_publisher import hugging_face_model, iterate_weights
@@ -33,11 +36,16 @@ _TOKENIZER_FILES = (
 )
 
 
+# The plain value classes that DeepSpeed's optimizer state holds besides tensors.
+_STATE_CLASSES = [LossScaler, ZeroStageEnum, fragment_address]
+
+
 class WeightsOnlyCheckpointEngine(TorchCheckpointEngine):
     """DeepSpeed's own loader unpickles anything; this one runs no code from a checkpoint."""
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        with torch.serialization.safe_globals(_STATE_CLASSES):
+            return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def save_engine(engine: TrainEngine, folder: Path, *, source: str, rank: int) -> None:

@@ -41,7 +41,7 @@ from rlhf_cluster.batching import MicroBatch, MiniBatchPlan, plan_minibatches
 from rlhf_cluster.config import KLConfig
 from rlhf_cluster.protocols import WeightSnapshot
 from rlhf_cluster.seeds import derive_seed
-from rlhf_cluster.types import Ratio, TrainBatch, UpdateResult
+from rlhf_cluster.types import Floats, Ratio, Rollout, TrainBatch, UpdateResult
 
 _STATE_FILE = "learner.json"
 
@@ -138,6 +138,17 @@ class LearnerRank:
             }
         )
         return UpdateResult(self.version, stepped, {**whole, **self._reduced(share)})
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+        """(T,) log-probs of each rollout's tokens under the current policy, nats, temperature applied.
+
+        Every rank computes all of them, so that no rank is missing in a gather of sharded weights.
+        """
+        answered = [(rollout.prompt_token_ids, rollout.token_ids) for rollout in rollouts]
+        inputs = collate(answered, self._device)
+        with torch.no_grad():
+            logprobs, _ = self.policy(inputs, with_entropy=False)
+        return [row[: len(tokens)].float().cpu().numpy() for row, (_, tokens) in zip(logprobs, answered, strict=True)]
 
     def snapshot(self) -> WeightSnapshot | None:
         """Write the policy as the current version; rank 0 returns where, the others None."""

@@ -23,7 +23,7 @@ import ray
 
 from learner.spec import LearnerSpec
 from rlhf_cluster.protocols import WeightSnapshot
-from rlhf_cluster.types import TrainBatch, UpdateResult
+from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 
 if TYPE_CHECKING:
     from learner.learner import LearnerRank
@@ -81,6 +81,9 @@ class RankActor:
 
     def train(self, batch: TrainBatch) -> UpdateResult:
         return self._ready().train(batch)
+
+    def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+        return self._ready().logprobs(rollouts)
 
     def snapshot(self, with_bytes: bool) -> tuple[WeightSnapshot | None, Any]:
         """The snapshot and, if asked for, its bytes in the object store for other nodes (rank 0 only)."""
@@ -170,6 +173,11 @@ class LearnerGroup:
             raise LearnerFailed(f"learner ranks disagree on the version after a step: {sorted(versions)}")
         self._version = results[0].version
         return results[0]
+
+    async def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
+        """(T,) log-probs of each rollout's tokens under the current policy, nats, temperature applied."""
+        answers: list[list[Floats]] = await self._call("logprobs", ray.put(list(rollouts)))
+        return answers[0]
 
     async def snapshot(self) -> WeightSnapshot:
         """The current weights on rank 0's node; with several nodes also in the object store."""

@@ -27,7 +27,7 @@ from rlhf_cluster.data.chat import ChatRenderer
 from rlhf_cluster.data.preferences import PreferencePair
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-L2_GRID = (1e-4, 1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+L2_GRID = (1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0, 30.0)
 
 Progress = Callable[[str, int, int], None]
 """(what is being done, tokens or fits done, all of them)."""

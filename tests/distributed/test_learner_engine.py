@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def _poison(rank: int, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
                 hit = rank == 1 and step in poisoned and part == 0
                 hook = weight.register_hook(lambda grad: grad * math.nan) if hit else None
                 inputs = collate(rows[rank * 4 + part * 2 :][:2], torch.device("cpu"))
-                engine.accumulate(lambda inputs=inputs: -engine(inputs)[0].sum() / 50, last=part == 1)
+                engine.accumulate(functools.partial(_negative_mean, engine, inputs), last=part == 1)
                 if hook is not None:
                     hook.remove()
             outcomes.append(engine.step().stepped)
@@ -105,6 +106,10 @@ def _poison(rank: int, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
         out[name] = {"stepped": outcomes, "kept": kept, "weights": _weights(engine), "lr": engine.schedule.next_lr}
         engine.close()
     return out
+
+
+def _negative_mean(engine: Any, inputs: Any) -> torch.Tensor:
+    return -engine(inputs)[0].sum() / 50
 
 
 def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:

@@ -31,9 +31,8 @@ def _rank(rank: int, folder: str) -> None:
         began = time.monotonic()
         white = whiten(x, torch.arange(x.shape[1])[None] < len(valid), process_group=dist.group.WORLD)
         out[name] = (white[0].tolist(), time.monotonic() - began)
-    out["equal"] = whiten(
-        torch.full((1, rank + 1), 0.9), torch.ones(1, rank + 1), process_group=dist.group.WORLD
-    ).tolist()
+    equal = torch.full((1, rank + 1), 0.1, dtype=torch.float64)  # six of them sum to 0.6000000000000001
+    out["equal"] = whiten(equal, torch.ones(1, rank + 1), process_group=dist.group.WORLD).tolist()
     one_nan = torch.tensor([[torch.nan if rank == 0 else 1.0]])
     out["nan"] = whiten(one_nan, torch.ones(1, 1), process_group=dist.group.WORLD).isnan().all().item()
     try:

@@ -119,11 +119,12 @@ def test_group_kinds_differ_on_two_interleaved_groups():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", GROUP_KINDS)
-def test_equal_scores_give_exact_zeros_on_the_whole_grid(kind):
+def test_equal_scores_give_exact_zeros_on_the_whole_grid(kind, dtype):
     """N17 (a)(b): dividing rounding noise by its own std would give advantages near 1."""
     for size in range(2, 17):
-        grid = torch.arange(-100, 101) / 100
+        grid = torch.arange(-100, 101, dtype=dtype) / 100
         out = group_advantages(grid.repeat_interleave(size), torch.arange(201).repeat_interleave(size), kind)
         assert not out.any(), (size, out.abs().max())
 
@@ -173,7 +174,8 @@ def test_whitening_uses_the_population_variance_of_masked_tokens():
 
 
 def test_whitening_equal_values_gives_exact_zeros():
-    assert not whiten(torch.full((1, 3), 0.9), torch.ones(1, 3)).any()
+    for size in range(1, 17):
+        assert not whiten(torch.full((1, size), 0.1, dtype=torch.float64), torch.ones(1, size)).any(), size
     assert not whiten(torch.tensor([[2.0, NAN]]), torch.tensor([[1, 0]])).any()
 
 

@@ -1,0 +1,282 @@
+"""The whole learner on two gloo ranks: checkpoints, snapshots, skipped batches, first ratios, critic pre-training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.learner_ranks import make_batch, make_spec, spawn_ranks
+from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
+
+CHECKPOINTS = ((0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "float32"))
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    from learner.weight_publisher import iterate_weights
+
+    return {name: weight.clone() for name, weight in iterate_weights(engine)}
+
+
+def _all_weights(learner: Any) -> dict[str, torch.Tensor]:
+    return {
+        f"{engine.name}/{name}": weight
+        for engine in (learner.policy, learner.critic)
+        for name, weight in _weights(engine).items()
+    }
+
+
+def _resume(rank: int, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
+    """Train, save, train; then load into a fresh learner and train again."""
+    from learner.learner import LearnerRank
+
+    saved = folder / f"checkpoint-{stage}-{dtype}"
+    spec = make_spec(folder, folder, dtype=dtype, zero_stage=stage, minibatches=2, warmup_fraction=1.0)
+    straight = LearnerRank(spec, rank=rank, world_size=2)
+    straight.train(make_batch(0))
+    at_save = _all_weights(straight)
+    straight.save(saved)
+    went_on = straight.train(make_batch(1))
+    resumed = LearnerRank(spec, rank=rank, world_size=2)
+    resumed.load(saved)
+    loaded = _all_weights(resumed)
+    again = resumed.train(make_batch(1))
+    names = ("lr_policy", "lr_critic", "policy_loss", "value_loss", "normalised_score_mean", "grad_norm_policy")
+    out = {
+        "versions": (went_on.version, again.version),
+        "metrics": [[result.metrics[name].value for name in names] for result in (went_on, again)],
+        "loaded": all(torch.equal(at_save[name], weight) for name, weight in loaded.items()),
+        "straight": _all_weights(straight),
+        "resumed": _all_weights(resumed),
+        "at_save": at_save,
+    }
+    straight.close()
+    resumed.close()
+    return out
+
+
+def _snapshots(rank: int, folder: Path) -> dict[str, Any]:
+    from learner.learner import LearnerRank
+    from learner.weight_publisher import iterate_weights, send_weights, weight_metadata
+
+    spec = make_spec(folder, folder / "snapshots", zero_stage=3)
+    learner = LearnerRank(spec, rank=rank, world_size=2)
+    snapshots = [learner.snapshot()]
+    for version in (0, 1):
+        learner.train(make_batch(version))
+        snapshots.append(learner.snapshot())
+    out: dict[str, Any] = {"weights": _weights(learner.policy), "none": [snapshot is None for snapshot in snapshots]}
+    in_small_buckets = {name: weight.clone() for name, weight in iterate_weights(learner.policy, bucket_bytes=100_000)}
+    out["buckets_agree"] = all(torch.equal(out["weights"][name], weight) for name, weight in in_small_buckets.items())
+    out["metadata"] = {name: shape for name, (_, shape) in weight_metadata(learner.policy).items()}
+    sent: list[str] = []
+    send_weights(learner.policy, lambda name, weight: sent.append(name), rank=rank)
+    out["sent"] = sent
+    if rank == 0:
+        out["files"] = sorted(path.name for path in (folder / "snapshots").iterdir())
+        out["content"] = load_file(snapshots[-1].path)
+        out["manifest"] = dict(snapshots[-1].manifest)
+    learner.policy.accumulating = True
+    try:
+        learner.snapshot()
+    except RuntimeError as error:
+        out["mid_accumulation"] = str(error)
+    learner.policy.accumulating = False
+    learner.close()
+    out["left"] = [path.name for path in (folder / "snapshots").iterdir()] if rank == 0 else []
+    return out
+
+
+def _diverge(rank: int, folder: Path) -> dict[str, Any]:
+    """Every policy gradient of rank 1 is NaN."""
+    from learner.learner import LearnerDiverged, LearnerRank
+
+    spec = make_spec(folder, folder, zero_stage=2, max_skipped_steps=2, minibatches=2)
+    learner = LearnerRank(spec, rank=rank, world_size=2)
+    before = _weights(learner.policy)
+    if rank == 1:
+        next(learner.policy.module.parameters()).register_hook(lambda grad: grad * math.nan)
+    first = learner.train(make_batch(0))
+    out = {
+        "stepped": first.stepped,
+        "version": first.version,
+        "counts": {
+            name: first.metrics[name].total
+            for name in first.metrics
+            if name.startswith("optimizer_steps") or name.startswith("grad_norm_policy")
+        },
+        "same": all(torch.equal(before[name], weight) for name, weight in _weights(learner.policy).items()),
+    }
+    try:
+        learner.train(make_batch(0))
+    except LearnerDiverged as error:
+        out["error"] = str(error)
+    learner.close()
+    return out
+
+
+def _first_step(rank: int, folder: Path) -> dict[str, Any]:
+    from learner.learner import LearnerRank
+
+    spec = make_spec(folder, folder, zero_stage=1, critic_pretrain_steps=3, minibatches=2, micro_batch_tokens=40)
+    learner = LearnerRank(spec, rank=rank, world_size=2)
+    nothing = learner.train(make_batch(0, empty=8))
+    first, second = learner.train(make_batch(0, empty=1)), learner.train(make_batch(1))
+    learner.close()
+    # One step a batch sees the proximal policy itself; two steps do not.
+    single = LearnerRank(make_spec(folder, folder, zero_stage=1), rank=rank, world_size=2)
+    exact = single.train(make_batch(0)).metrics
+    single.close()
+    return {
+        "nothing": (nothing.stepped, nothing.version, nothing.metrics["empty_fraction"].value),
+        "critic_steps": [result.metrics["optimizer_steps_critic"].total for result in (first, second)],
+        "policy_steps": [result.metrics["optimizer_steps_policy"].total for result in (first, second)],
+        "exact": [
+            exact[name].total - (exact[name].count if name == "ratio_mean" else 0)
+            for name in ("ratio_mean", "clip_fraction", "approx_kl")
+        ],
+        "moved": second.metrics["approx_kl"].value,
+        "empty_fraction": first.metrics["empty_fraction"].value,
+        "lags": [second.metrics[f"kl_behaviour_lag{lag}"].count for lag in (0, 1)],
+        "tokens": second.metrics["kl_behaviour"].count,
+    }
+
+
+def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:
+    out: dict[str, Any] = {"resume": {case: _resume(rank, folder, *case) for case in CHECKPOINTS}}
+    out["snapshots"] = _snapshots(rank, folder)
+    out["diverge"] = _diverge(rank, folder)
+    out["first"] = _first_step(rank, folder)
+    from learner.learner import LearnerRank
+
+    other = LearnerRank(make_spec(folder, folder, zero_stage=1), rank=rank, world_size=2)
+    try:
+        other.load(folder / "checkpoint-2-float32")
+    except ValueError as error:
+        out["refused"] = str(error)
+    other.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("learner")
+    build_tiny_policy(folder / "policy")
+    build_tiny_reward_model(folder / "reward")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(models: Path) -> list[dict[str, Any]]:
+    return spawn_ranks(_two_ranks, 2, models, 200)
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS, ids=str)
+def test_a_loaded_checkpoint_goes_on_exactly_as_the_run_that_wrote_it(
+    ranks: list[dict[str, Any]], case: tuple[int, str]
+) -> None:
+    for rank in ranks:
+        run = rank["resume"][case]
+        assert run["versions"] == (2, 2)
+        assert run["loaded"]
+        assert run["metrics"][0] == run["metrics"][1]
+        assert all(torch.equal(run["straight"][name], weight) for name, weight in run["resumed"].items())
+
+
+def test_the_model_folders_of_a_checkpoint_hold_the_weights_and_the_tokenizer(
+    ranks: list[dict[str, Any]], models: Path
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = models / "checkpoint-3-bfloat16" / "policy"
+    at_save = ranks[0]["resume"][(3, "bfloat16")]["at_save"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, at_save[f"policy/{name}"]), name
+    assert AutoTokenizer.from_pretrained(folder).chat_template is not None
+    assert load_file(folder / "model.safetensors").keys() == load_file(models / "policy/model.safetensors").keys()
+
+
+def test_a_checkpoint_of_another_zero_stage_is_refused_by_name(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "learner.zero_stage 2, the configuration 1" in rank["refused"]
+
+
+def test_a_snapshot_of_a_sharded_policy_is_the_whole_policy_under_the_names_of_its_folder(
+    ranks: list[dict[str, Any]], models: Path
+) -> None:
+    run = ranks[0]["snapshots"]
+    assert [rank["snapshots"]["none"] for rank in ranks] == [[False] * 3, [True] * 3]
+    assert run["content"].keys() == load_file(models / "policy/model.safetensors").keys()
+    for name, weight in run["content"].items():
+        assert torch.equal(weight, run["weights"][name])
+    assert all(rank["snapshots"]["buckets_agree"] for rank in ranks)
+    assert run["metadata"] == {name: tuple(weight.shape) for name, weight in run["content"].items()}
+    assert [rank["snapshots"]["sent"] for rank in ranks] == [list(run["metadata"]), []]
+
+
+def test_the_manifest_of_a_snapshot_describes_its_tensors(ranks: list[dict[str, Any]]) -> None:
+    from rlhf_cluster.weight_manifest import check_names, check_tensor
+
+    run = ranks[0]["snapshots"]
+    assert run["manifest"]["version"] == 2
+    check_names(run["manifest"]["tensors"], run["content"], what="snapshot")
+    for name, weight in run["content"].items():
+        raw = weight.flatten().view(torch.uint8).numpy()
+        check_tensor(name, run["manifest"]["tensors"][name], "float32", weight.shape, raw)
+
+
+def test_only_the_newest_two_snapshots_are_kept_and_none_after_close(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["snapshots"]["files"] == ["v1.safetensors", "v2.safetensors"]
+    assert ranks[0]["snapshots"]["left"] == []
+
+
+def test_a_snapshot_in_the_middle_of_accumulation_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "in the middle of gradient accumulation" in rank["snapshots"]["mid_accumulation"]
+
+
+def test_a_batch_without_a_finite_gradient_makes_no_version_and_too_many_end_the_run(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        run = rank["diverge"]
+        assert (run["stepped"], run["version"], run["same"]) == (False, 0, True)
+        assert run["counts"] == {
+            "optimizer_steps_policy": 0.0,
+            "optimizer_steps_skipped_policy": 2.0,
+            "optimizer_steps_critic": 2.0,
+            "optimizer_steps_skipped_critic": 0.0,
+            "grad_norm_policy": 0.0,
+        }
+        assert "2 learner steps in a row" in run["error"]
+
+
+def test_the_first_step_of_a_batch_sees_ratios_of_exactly_one(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["first"]["exact"] == [0.0, 0.0, 0.0]
+        assert rank["first"]["moved"] > 0
+
+
+def test_the_critic_is_pretrained_once_before_the_first_policy_step(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["first"]["critic_steps"] == [5.0, 2.0]
+    assert ranks[0]["first"]["policy_steps"] == [2.0, 2.0]
+
+
+def test_empty_rollouts_take_no_part_and_a_batch_of_them_makes_no_version(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["first"]["nothing"] == (False, 0, 1.0)
+    assert ranks[0]["first"]["empty_fraction"] == 1 / 8
+
+
+def test_every_token_is_counted_under_its_own_lag(ranks: list[dict[str, Any]]) -> None:
+    by_lag = ranks[0]["first"]["lags"]
+    expected = [0, 0]
+    for member in make_batch(1).rollouts:
+        expected[1] += member.rollout.n_tokens // 2
+        expected[0] += member.rollout.n_tokens - member.rollout.n_tokens // 2
+    assert by_lag == expected
+    assert sum(by_lag) == ranks[0]["first"]["tokens"]
