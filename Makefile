@@ -33,7 +33,7 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(BIN)/mypy
 
 bench: $(READY) ## every benchmark in benchmarks/
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python -m "benchmarks.$$(basename "$$script" .py)"; done
 
 lock: $(READY) ## write requirements/cpu.lock from what .venv holds
 	$(BIN)/python requirements/make_lock.py

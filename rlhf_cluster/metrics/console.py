@@ -77,7 +77,7 @@ class ConsoleView:
         return {
             "step": f"{values.get('rlhf_step', 0):.0f}/{_number(values, 'rlhf_planned_steps', '.0f')}",
             "version": f"{values.get('rlhf_policy_version', self._version):.0f}",
-            "score": _number(values, "rlhf_score_mean", ".4f"),
+            "score": _number(values, "rlhf_trained_score_mean", ".4f"),
             "KL": _number(values, 'rlhf_kl_reference{estimator="k3"}', ".4f"),
             "lag": lag,
             "queue": f"{queued}/{outstanding}",

@@ -7,11 +7,18 @@ import logging
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+)
 
 from actors.frozen_model import FrozenModel, PaddedBatch, pad_right
 from actors.micro_batcher import MicroBatcher
@@ -108,6 +115,21 @@ def test_score_is_the_same_alone_beside_a_longer_row_and_padded_on_either_side(r
     assert abs(last_token_scores(model, pad_right([short[:-1]]))[0] - alone) > 1e-2
 
 
+def test_padding_on_the_left_shifts_no_position_of_a_model_with_learned_positions(tmp_path):
+    """Rotary positions are relative and would hide a shift; GPT-2's are absolute."""
+    config = GPT2Config(
+        vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, num_labels=1, pad_token_id=0,
+        bos_token_id=1, eos_token_id=END, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    model = FrozenModel(str(tmp_path), "score", dtype="float32", attention="eager")
+    short, long = [1, 50, 51, END], [1, *range(10, 35), END]
+    alone = last_token_scores(model, pad_right([short]))[0]
+    for layout in ("left", "right"):
+        assert last_token_scores(model, batch_in(layout, [long, short]))[1] == pytest.approx(alone, abs=1e-3)
+
+
 @async_test
 async def test_text_crosses_to_the_reward_models_own_tokenizer_and_template(policy, reward):
     rollout = answer(policy, "Boil it.")
@@ -180,8 +202,16 @@ async def test_a_failing_function_gives_nan_with_a_reason_and_no_text_in_the_log
 @async_test
 async def test_function_rewards_see_the_text_without_the_sampled_end_token(policy):
     seen = {"name": "seen", "kind": "function", "function": f"{__name__}:length_of_text"}
-    rollouts = [answer(policy, "abc"), answer(policy, "abc", finish_reason="length"), answer(policy, "")]
-    assert [reply.score for reply in await scorer(policy, None, seen).score(QUESTION, rollouts)] == [3, 3, 0]
+    truncated = answer(policy, "abc", finish_reason="length")
+    # A special token that ended nothing is the policy's own doing, and stays visible: len("abc<|im_start|>") is 15.
+    forged = replace(
+        truncated,
+        token_ids=np.append(truncated.token_ids, 1),
+        behaviour_logprobs=np.zeros(4, np.float32),
+        version_spans=(VersionSpan(0, 0, 4),),
+    )
+    rollouts = [answer(policy, "abc"), truncated, answer(policy, ""), forged]
+    assert [reply.score for reply in await scorer(policy, None, seen).score(QUESTION, rollouts)] == [3, 3, 0, 15]
 
 
 def length_of_text(prompt, answer, finish_reason):

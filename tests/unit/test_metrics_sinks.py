@@ -73,14 +73,15 @@ def test_away_from_a_terminal_every_step_is_one_plain_line() -> None:
     metrics = recorder(view, total_steps=10)
     view.phase("starting engines")
     view.phase("starting engines")
-    metrics.step_done(UpdateResult(1, True, {"kl_reference_k3": Ratio(0.5, 10)}), seconds=1.0)
+    result = UpdateResult(1, True, {"kl_reference_k3": Ratio(0.5, 10), "score_mean": Ratio(1.0, 4)})
+    metrics.step_done(result, seconds=1.0)
     record_step(metrics, 1, [0, 1])
     metrics.evaluated("after", {"score": 0.75})
     view.message("saved [checkpoint]")
     metrics.close()
     phase, step, evaluation, message = out.getvalue().splitlines()
     assert phase == "[starting engines]"
-    assert step.startswith("step 2/10  version 2  score 0.0000  KL 0.0500  lag mean 0.50 max 1  queue -/-")
+    assert step.startswith("step 2/10  version 2  score 0.2500  KL 0.0500  lag mean 0.50 max 1  queue -/-")
     assert evaluation == "evaluation after (version 2): score 0.75"
     assert message == "saved [checkpoint]"
     assert "\x1b" not in out.getvalue()
