@@ -118,9 +118,13 @@ class TrainEngine:
         self.schedule = WarmupSchedule(lr, math.ceil(config.warmup_fraction * total_optimizer_steps))
         self.accumulating = False
         self._grad_clip = config.grad_clip
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.deepspeed, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=_deepspeed_config(config, dtype), dist_init_required=False
+            model=model,
+            optimizer=optimizer,
+            config=_deepspeed_config(config, dtype, next(model.parameters()).device),
+            dist_init_required=False,
         )
         self._guarded_here = self.zero_stage == 0 and dtype == torch.float32
 
@@ -172,7 +176,7 @@ class TrainEngine:
         self.deepspeed.destroy()
 
 
-def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     half = dtype == torch.bfloat16
     settings: dict[str, Any] = {
         # One micro-batch by DeepSpeed's books: ours vary, and ``accumulate`` marks the last one.
@@ -191,6 +195,8 @@ def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype) -> dict[str, An
             "stage3_param_persistence_threshold": _PERSISTENT_ELEMENTS,
         },
     }
-    if half and config.zero_stage > 0:
+    # On a CPU a float32 copy of every gradient costs 0.4 s a micro-batch and 0.5 GB for a model of 135M, to save the
+    # rounding of a few additions; there gradients add up in bfloat16 (DeepSpeed's own default).
+    if half and config.zero_stage > 0 and device.type != "cpu":
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     return settings

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -197,7 +198,9 @@ class LearnerGroup:
         self._version = (await self._call("load", folder))[0]
 
     async def close(self) -> None:
-        """Free the ranks and end their processes, also those that do not answer."""
+        """Free the ranks and end their processes, also those that do not answer; snapshots are removed."""
+        if not self._actors:
+            return
         try:
             await self._call("close", timeout_s=_CLOSE_TIMEOUT_S)
         except (LearnerFailed, TimeoutError) as error:
@@ -206,6 +209,8 @@ class LearnerGroup:
             for actor in self._actors:
                 ray.kill(actor)
             self._actors.clear()
+            # A rank that died could not remove its own.
+            shutil.rmtree(self._spec.snapshot_dir, ignore_errors=True)
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Answers of all ranks, in rank order."""
@@ -250,6 +255,8 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
         return 2 if any(mark in str(item[1]) for mark in _PEER_FAILURE_MARKS) else 1
 
     rank, error = min(errors.items(), key=weight)
-    failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {error}")
+    # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
+    raised = getattr(error, "cause", None) or error
+    failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
     failure.__cause__ = error
     return failure

@@ -183,7 +183,24 @@ def load_critic(path: str, config: ModelConfig, learner: LearnerConfig) -> Criti
         nn.init.zeros_(model.score.weight)
         logger.warning("critic %s is a plain language model: its value head starts from zeros", path)
     _prepare(model, learner)
+    if learner.critic_layers is not None:
+        _train_top_layers(model, learner.critic_layers)
     return CriticModel(model)
+
+
+def _train_top_layers(model: PreTrainedModel, count: int) -> None:
+    """Freeze everything below the topmost ``count`` layers; they, the final norm and the head stay trainable."""
+    layers = getattr(model.base_model, "layers", None)
+    norm = getattr(model.base_model, "norm", None)
+    if layers is None or norm is None or count > len(layers):
+        there = "no list of layers and final norm" if layers is None or norm is None else f"{len(layers)} layers"
+        raise ValueError(
+            f"learner.critic_layers is {count}, but the critic ({type(model).__name__}) has {there}; lower it, or "
+            "set it to null to train the whole critic"
+        )
+    model.base_model.requires_grad_(False)
+    for module in (*layers[-count:], norm):
+        module.requires_grad_(True)
 
 
 def _load_options(path: str, config: ModelConfig) -> dict[str, Any]:

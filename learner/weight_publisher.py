@@ -81,9 +81,12 @@ class WeightPublisher:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"v{version}.safetensors"
         partial = path.with_suffix(".partial")
-        with partial.open("wb") as file:
-            entries = self._stream(file)
-        os.replace(partial, path)
+        try:
+            with partial.open("wb") as file:
+                entries = self._stream(file)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
         self._keep(path)
         return WeightSnapshot(version, path, {"version": version, "tensors": entries})
 

@@ -207,6 +207,9 @@ class LearnerConfig(Section):
     critic_pretrain_steps: NonNegativeInt = Field(
         0, description="Critic optimizer steps on the first batch before the policy takes its first step."
     )
+    critic_layers: PositiveInt | None = Field(
+        None, description="Top layers of the critic that are trained, the rest stays as loaded; null: the whole critic."
+    )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in backward: less memory, more time."
     )

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress, TaskID
-
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError
@@ -25,6 +23,7 @@ from rlhf_cluster.ending import Signals, run_async
 from rlhf_cluster.evaluation import Sampler, evaluate
 from rlhf_cluster.inputs import read_inputs
 from rlhf_cluster.metrics.console import ConsoleView
+from rlhf_cluster.progress import ProgressView
 from rlhf_cluster.run_folder import RunFolder
 from rlhf_cluster.training_run import TrainingRun
 from rlhf_cluster.types import Prompt, Rollout
@@ -180,9 +179,9 @@ def evaluate_folder(config: Config, policy: Path | None) -> None:
 
 
 def sample_answers(
-    config: Config, prompts: Sequence[Prompt], *, samples_per_prompt: int, on_group: Callable[[], None]
+    config: Config, prompts: Sequence[Prompt], *, samples_per_prompt: int, progress: Callable[[str, int, int], None]
 ) -> list[list[Rollout]]:
-    """Answers of ``model.policy`` from vLLM workers alone; ``on_group`` is called as each prompt is answered."""
+    """Answers of ``model.policy`` from vLLM workers alone; ``progress(stage, done, total)`` follows the prompts."""
 
     async def body(signals: Signals) -> list[list[Rollout]]:
         fleet = Fleet(config, with_scorers=False, with_learner=False)
@@ -196,9 +195,13 @@ def sample_answers(
                 max_new_tokens=config.rollout.max_new_tokens,
             )
 
+            answered = 0
+
             async def one(prompt: Prompt) -> list[Rollout]:
+                nonlocal answered
                 group = await sampler.sample(prompt, samples_per_prompt, label="preference pairs")
-                on_group()
+                answered += 1
+                progress("prompts answered", answered, len(prompts))
                 return group
 
             return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
@@ -223,15 +226,8 @@ def fit_reward_model(
     from learner.reward_model import fit_reward_head
 
     torch.set_num_threads(threads)
-    with Progress(transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        fit = fit_reward_head(base, preferences, out, dtype=dtype, attention=attention, seed=seed, progress=progress)
+    with ProgressView() as view:
+        fit = fit_reward_head(base, preferences, out, dtype=dtype, attention=attention, seed=seed, progress=view.update)
     print(
         f"reward model {out}: pair accuracy {fit.held_out_accuracy:.3f} held out ({fit.held_out_pairs} pairs), "
         f"{fit.train_accuracy:.3f} on {fit.train_pairs} training pairs"

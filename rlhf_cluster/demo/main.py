@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from rlhf_cluster import launch
 from rlhf_cluster.config import Config
@@ -25,6 +24,7 @@ from rlhf_cluster.data.prompts import load_prompts
 from rlhf_cluster.demo.model import unpack
 from rlhf_cluster.demo.pairs import SampledAnswer, label_pairs
 from rlhf_cluster.demo.report import compare, verdict
+from rlhf_cluster.progress import ProgressView
 
 CONFIG = Path("configs/demo_smollm2.yaml")
 # Prompts and answers for the preference pairs: about 25,000 tokens, under two minutes on two cores.
@@ -86,11 +86,8 @@ def _sample_pairs(config: Config, path: Path) -> None:
         too_long=config.data.too_long,
     )
     prompts = loaded.prompts[:: max(1, len(loaded.prompts) // PAIR_PROMPTS)][:PAIR_PROMPTS]
-    with Progress(transient=True) as bar:
-        task = bar.add_task("prompts answered", total=len(prompts))
-        groups = launch.sample_answers(
-            config, prompts, samples_per_prompt=PAIR_ANSWERS, on_group=lambda: bar.advance(task)
-        )
+    with ProgressView() as view:
+        groups = launch.sample_answers(config, prompts, samples_per_prompt=PAIR_ANSWERS, progress=view.update)
     answers = [
         [
             SampledAnswer(prompt, tokenizer.decode(rollout.token_ids, skip_special_tokens=True), rollout.finish_reason)

@@ -73,6 +73,25 @@ def train_and_scrape(models: Path, run_dir: Path, *more: str, timeout_s: float =
     return FinishedRun(folder, models, result.returncode, output, time.monotonic() - started, scrapes)
 
 
+def start_training(models: Path, run_dir: Path, *more: str) -> subprocess.Popen[str]:
+    """`rlhf train` on the tiny config in a process group of its own, for tests that stop it."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "rlhf_cluster",
+            "train",
+            "configs/tiny_test.yaml",
+            *tiny_overrides(models, run_dir),
+            *more,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def _scrape(url_file: Path, scrapes: Sequence[str], done: threading.Event) -> None:
     assert isinstance(scrapes, list)
     while not done.wait(0.1):

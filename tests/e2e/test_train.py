@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlhf_cluster import run_state
 from rlhf_cluster.metrics.series import series_key
-from tests.e2e.conftest import FinishedRun, train_and_scrape
+from tests.e2e.conftest import FinishedRun
 
 
 @pytest.mark.timeout(300)
@@ -101,14 +101,3 @@ def test_the_last_checkpoint_is_a_verified_set_with_models_that_load(finished_ru
     assert len(changed) == len(list(policy.parameters())), "every weight of the policy was trained"
     critic = AutoModelForSequenceClassification.from_pretrained(checkpoint / "learner" / "critic")
     assert critic.config.num_labels == 1
-
-
-@pytest.mark.timeout(300)
-def test_a_finished_run_goes_on_from_its_step_and_version(finished_run: FinishedRun) -> None:
-    resumed = train_and_scrape(finished_run.models, finished_run.folder.parent, "run.steps=6", "--resume", "required")
-    assert resumed.exit_code == 0, resumed.output
-    assert "resuming from step_00000004" in resumed.output
-    assert [(row["step"], row["version"]) for row in resumed.rows()] == [(n, n) for n in range(1, 7)]
-    last = resumed.rows()[-1]
-    assert last['rlhf_attempts_total{state="trained",reason="none"}'] == 24
-    assert last['rlhf_optimizer_steps_total{model="policy"}'] == 12

@@ -64,5 +64,6 @@ def test_two_ranks_train_publish_save_resume_and_a_dead_rank_is_named(ray_here: 
                 await group.train(make_batch(2))
         finally:
             await group.close()
+        assert not spec.snapshot_dir.exists()
 
     asyncio.run(scenario())

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 from learner.heads import LogprobHead
 from learner.models import CriticModel, PolicyModel, TokenPair, check_vocabularies, collate, load_critic, load_policy
 from rlhf_cluster.config import LearnerConfig, ModelConfig
+from tests.tiny_models import build_tiny_reward_model
 
 CPU = torch.device("cpu")
 VOCAB = 100
@@ -160,6 +161,25 @@ def test_a_plain_language_model_becomes_a_critic_whose_values_start_at_zero(
     values, after_last = critic_of(gpt2 / "policy")(collate([pair([3, 4], [5, 6])], CPU))
     assert not values.any() and not after_last.any()
     assert "starts from zeros" in caplog.text
+
+
+def test_only_the_top_layers_the_norm_and_the_head_of_a_partly_frozen_critic_are_trained(tmp_path: Path) -> None:
+    folder = build_tiny_reward_model(tmp_path)
+    critic = critic_of(folder, critic_layers=1)
+    values, _ = critic(collate([pair([3, 4], [5, 6])], CPU))
+    values.sum().backward()
+    with_gradient = {name for name, parameter in critic.named_parameters() if parameter.grad is not None}
+    parts = {name.removeprefix("model.").removeprefix("model.").split(".self_attn")[0] for name in with_gradient}
+    assert not [name for name in parts if name.startswith(("embed_tokens", "layers.0"))]
+    assert {name.split(".")[0] for name in parts} == {"layers", "norm", "score"}
+    assert all(parameter.requires_grad for parameter in critic_of(folder).parameters())
+
+
+def test_more_trained_critic_layers_than_there_are_is_refused(tmp_path: Path, gpt2: Path) -> None:
+    with pytest.raises(ValueError, match=r"critic_layers is 3.*has 2 layers"):
+        critic_of(build_tiny_reward_model(tmp_path), critic_layers=3)
+    with pytest.raises(ValueError, match=r"critic_layers is 1.*no list of layers"):
+        critic_of(gpt2 / "critic", critic_layers=1)
 
 
 def test_a_critic_with_two_labels_is_refused(gpt2: Path) -> None:
