@@ -169,6 +169,11 @@ class RolloutPool:
             total_s=time.monotonic() - started,
         )
 
+    def fence(self) -> None:
+        """Send no more work to any worker: an update that the learner broke off left its weights undefined."""
+        for slot in self._slots:
+            slot.fenced = True
+
     async def close(self) -> None:
         """Stop the engines, then end the actors. Requests in flight fail."""
 

@@ -11,7 +11,7 @@ that comes from a reward model knows nothing of the returns yet, and its advanta
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ from learner.experience import (
 )
 from learner.models import DTYPES, ModelInputs, check_vocabularies, collate, load_critic, load_policy
 from learner.spec import LearnerSpec
-from learner.weight_publisher import WeightPublisher
+from learner.weight_publisher import WeightBroadcaster, WeightPublisher
 from rlhf_cluster.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_cluster.algorithms.losses import TokenLoss, policy_loss, value_loss
 from rlhf_cluster.algorithms.rewards import RunningMoments
 from rlhf_cluster.batching import MicroBatch, MiniBatchPlan, plan_minibatches
 from rlhf_cluster.config import KLConfig
-from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
 from rlhf_cluster.seeds import derive_seed
 from rlhf_cluster.types import Floats, Ratio, Rollout, TrainBatch, UpdateResult
 
@@ -73,6 +73,7 @@ class LearnerRank:
         self._critic_pretrained = spec.learner.critic_pretrain_steps == 0
         self._skipped_in_a_row = 0
         self._publisher = WeightPublisher(self.policy, spec.snapshot_dir, rank=rank)
+        self._broadcaster = WeightBroadcaster(self.policy, rank=rank)
 
     def _engine(self, model: torch.nn.Module, lr: float, steps: int, name: str) -> TrainEngine:
         return TrainEngine(
@@ -153,6 +154,21 @@ class LearnerRank:
     def snapshot(self) -> WeightSnapshot | None:
         """Write the policy as the current version; rank 0 returns where, the others None."""
         return self._publisher.write(self.version)
+
+    def announce(self) -> WeightSnapshot:
+        """What ``broadcast`` will send, without sending or writing anything. Not collective."""
+        version = self.version
+        return WeightSnapshot(version, self._publisher.path(version), self._broadcaster.manifest(version))
+
+    def broadcast(self, version: int, broadcast: WeightBroadcast, transport: Mapping[str, Any]) -> None:
+        """Send the live policy weights to the engines, from rank 0.
+
+        Raises:
+            ValueError: the weights are no longer those of ``version``.
+        """
+        if version != self.version:
+            raise ValueError(f"version {version} was to be broadcast, but the learner is at version {self.version}")
+        self._broadcaster.send(version, broadcast, transport)
 
     def save(self, folder: Path) -> None:
         """Policy and critic as Hugging Face folders, optimizer state, and everything else as JSON, under ``folder``."""

@@ -23,7 +23,7 @@ import numpy as np
 import ray
 
 from learner.spec import LearnerSpec
-from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 
 if TYPE_CHECKING:
@@ -93,6 +93,12 @@ class RankActor:
             return snapshot, None
         return snapshot, ray.put(np.fromfile(snapshot.path, dtype=np.uint8))
 
+    def announce(self) -> WeightSnapshot:
+        return self._ready().announce()
+
+    def broadcast(self, version: int, broadcast: WeightBroadcast, transport: Mapping[str, Any]) -> None:
+        self._ready().broadcast(version, broadcast, transport)
+
     def save(self, folder: Path) -> None:
         self._ready().save(folder)
 
@@ -119,13 +125,19 @@ class LearnerGroup:
         spec: what every rank needs.
         actor_options: Ray actor options of each rank (resources, scheduling strategy, runtime_env), one entry a rank.
         start_timeout_s: seconds for all ranks to come up; every other call has ``spec.learner.timeout_s``.
+        weight_broadcast: how rank 0 sends weights straight to the engines; None: snapshots are written.
 
     Raises:
         ValueError: not one entry of options a rank.
     """
 
     def __init__(
-        self, spec: LearnerSpec, *, actor_options: Sequence[Mapping[str, Any]], start_timeout_s: float
+        self,
+        spec: LearnerSpec,
+        *,
+        actor_options: Sequence[Mapping[str, Any]],
+        start_timeout_s: float,
+        weight_broadcast: WeightBroadcast | None = None,
     ) -> None:
         if len(actor_options) != spec.learner.ranks:
             raise ValueError(
@@ -137,6 +149,9 @@ class LearnerGroup:
         self._actors: list[Any] = []
         self._node_id = ""
         self._version = 0
+        self._weight_broadcast = weight_broadcast
+        self._transport: Mapping[str, Any] | None = None
+        self._publication: asyncio.Future[Any] | None = None
 
     @property
     def version(self) -> int:
@@ -168,6 +183,7 @@ class LearnerGroup:
         Raises:
             LearnerFailed, TimeoutError: naming the rank.
         """
+        await self._published()
         results = await self._call("train", ray.put(batch))
         versions = {result.version for result in results}
         if len(versions) != 1:
@@ -181,7 +197,10 @@ class LearnerGroup:
         return answers[0]
 
     async def snapshot(self) -> WeightSnapshot:
-        """The current weights on rank 0's node; with several nodes also in the object store."""
+        """The current weights on rank 0's node, with several nodes also in the object store; or, with a
+        ``weight_broadcast``, only what ``broadcast`` will send and where the engines meet rank 0."""
+        if self._weight_broadcast is not None:
+            return await self._announce(self._weight_broadcast)
         answers = await self._call("snapshot", _several_nodes())
         snapshot, stored = answers[0]
         transport: dict[str, Any] = {"node_id": self._node_id}
@@ -189,8 +208,21 @@ class LearnerGroup:
             transport["object"] = stored
         return replace(snapshot, transport=transport)
 
+    async def broadcast(self, version: int, *, timeout_s: float) -> None:
+        """Send the weights that ``snapshot`` announced as ``version`` to the engines, which must be receiving.
+
+        Raises:
+            LearnerFailed, TimeoutError: naming the rank.
+        """
+        await self._call("broadcast", version, self._weight_broadcast, self._transport, timeout_s=timeout_s)
+
+    def hold_for(self, publication: asyncio.Future[Any]) -> None:
+        """Do not train or save before ``publication``, which reads the live weights, is over; raise what it raised."""
+        self._publication = publication
+
     async def save(self, folder: Path) -> None:
         """All tensor state under ``folder``, which every rank's node must reach."""
+        await self._published()
         await self._call("save", folder)
 
     async def load(self, folder: Path) -> None:
@@ -211,6 +243,22 @@ class LearnerGroup:
             self._actors.clear()
             # A rank that died could not remove its own.
             shutil.rmtree(self._spec.snapshot_dir, ignore_errors=True)
+
+    async def _announce(self, broadcast: WeightBroadcast) -> WeightSnapshot:
+        rank_0, timeout_s = self._actors[0], self._spec.learner.timeout_s
+        if self._transport is None:
+            meeting = rank_0.address.remote(not _several_nodes())
+            host, port = (await _answers({0: meeting}, "address", timeout_s))[0]
+            self._transport = broadcast.transport(host, port)
+        snapshot: WeightSnapshot = (await _answers({0: rank_0.announce.remote()}, "announce", timeout_s))[0]
+        return replace(snapshot, transport=self._transport)
+
+    async def _published(self) -> None:
+        if self._publication is None:
+            return
+        await asyncio.wait([self._publication])
+        if not self._publication.cancelled():
+            self._publication.result()
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Answers of all ranks, in rank order."""

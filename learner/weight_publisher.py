@@ -1,4 +1,4 @@
-"""Policy weights out of the learner: gathered from ZeRO, streamed in buckets, written once as a checked snapshot.
+"""Policy weights out of the learner: gathered from ZeRO in buckets, written as a checked snapshot or broadcast.
 
 Gathering is collective: under ZeRO-3 all ranks walk through the same buckets together, and one bucket (or one tensor,
 if that is larger) is the extra memory.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.engine import TrainEngine
-from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
 from rlhf_cluster.weight_manifest import tensor_entry
 
 BUCKET_BYTES = 256 * 2**20
@@ -54,14 +54,6 @@ def iterate_weights(engine: TrainEngine, *, bucket_bytes: int = BUCKET_BYTES) ->
                 yield name, weight.detach()
 
 
-def send_weights(engine: TrainEngine, send: Callable[[str, Tensor], None], *, rank: int) -> None:
-    """Hand every weight to ``send`` on rank 0, in the order of ``weight_metadata``, while the other ranks take part in
-    the gathering. A GPU transport plugs in here: ``send`` broadcasts to the engines and must not keep the tensor."""
-    for name, weight in iterate_weights(engine):
-        if rank == 0:
-            send(name, weight)
-
-
 class WeightPublisher:
     """Writes snapshots ``v{version}.safetensors`` into ``folder`` and removes old ones. Files appear complete or not at
     all."""
@@ -79,7 +71,7 @@ class WeightPublisher:
                 pass
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"v{version}.safetensors"
+        path = self.path(version)
         partial = path.with_suffix(".partial")
         try:
             with partial.open("wb") as file:
@@ -89,6 +81,9 @@ class WeightPublisher:
             partial.unlink(missing_ok=True)
         self._keep(path)
         return WeightSnapshot(version, path, {"version": version, "tensors": entries})
+
+    def path(self, version: int) -> Path:
+        return self._folder / f"v{version}.safetensors"
 
     def close(self) -> None:
         """Remove every snapshot still there."""
@@ -112,7 +107,7 @@ class WeightPublisher:
         for name, weight in iterate_weights(self._engine):
             raw = weight.to("cpu").contiguous().flatten().view(torch.uint8).numpy()
             file.write(raw.data)
-            entries[name] = tensor_entry(str(weight.dtype).removeprefix("torch."), tuple(weight.shape), raw)
+            entries[name] = tensor_entry(_dtype_name(weight.dtype), tuple(weight.shape), raw)
         return entries
 
     def _keep(self, newest: Path) -> None:
@@ -121,9 +116,40 @@ class WeightPublisher:
             self._written.pop(0).unlink(missing_ok=True)
 
 
+class WeightBroadcaster:
+    """Sends the live weights from rank 0 to the engines instead of writing them; connects once, at the first version."""
+
+    def __init__(self, engine: TrainEngine, *, rank: int) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._send: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
+
+    def manifest(self, version: int) -> dict[str, Any]:
+        """Names, dtypes and shapes in the order of ``send``, without checksums. Not collective."""
+        tensors = {
+            name: {"dtype": _dtype_name(dtype), "shape": list(shape)}
+            for name, (dtype, shape) in weight_metadata(self._engine).items()
+        }
+        return {"version": version, "tensors": tensors}
+
+    def send(self, version: int, broadcast: WeightBroadcast, transport: Mapping[str, Any]) -> None:
+        """Rank 0 sends every weight while the other ranks take part in the gathering. Collective."""
+        if self._rank != 0:
+            for _ in iterate_weights(self._engine):
+                pass
+            return
+        if self._send is None:
+            self._send = broadcast.connect(transport, self.manifest(version))
+        self._send(iterate_weights(self._engine))
+
+
 def hugging_face_model(engine: TrainEngine) -> Any:
     """The Hugging Face model inside the engine's forward wrapper."""
     return engine.module.model
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _weights(engine: TrainEngine) -> list[tuple[str, nn.Parameter]]:

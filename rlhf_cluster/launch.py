@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf_cluster.broadcast_sink import BroadcastSink
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError
@@ -24,6 +25,7 @@ from rlhf_cluster.evaluation import Sampler, evaluate
 from rlhf_cluster.inputs import read_inputs
 from rlhf_cluster.metrics.console import ConsoleView
 from rlhf_cluster.progress import ProgressView
+from rlhf_cluster.protocols import WeightSink
 from rlhf_cluster.run_folder import RunFolder
 from rlhf_cluster.training_run import TrainingRun
 from rlhf_cluster.types import Prompt, Rollout
@@ -72,6 +74,7 @@ class Fleet:
         from actors import placement
         from actors.rollout_pool import RolloutPool
         from actors.scorer_pool import ScorerPool
+        from actors.weight_sender import NcclBroadcast
         from learner.learner_group import LearnerGroup
         from learner.spec import LearnerSpec
 
@@ -84,10 +87,17 @@ class Fleet:
             device=config.cluster.device,
             actor_options=placement.scorer_options(config),
         )
+        weight_broadcast = NcclBroadcast.from_config(config)
         self.learner = LearnerGroup(
             LearnerSpec.from_config(config, _SHARED_MEMORY / f"rlhf-{config.run.name}-{os.getpid()}"),
             actor_options=[placement.learner_options(config)] * config.learner.ranks,
             start_timeout_s=timeout_s,
+            weight_broadcast=weight_broadcast,
+        )
+        self.sink: WeightSink = (
+            self.pool
+            if weight_broadcast is None
+            else BroadcastSink(self.pool, self.learner, timeout_s=config.publish.timeout_s)
         )
         self._parts: dict[str, Any] = {"rollout workers": self.pool}
         self._starting = {"rollout workers": asyncio.create_task(self.pool.start(timeout_s))}

@@ -7,7 +7,7 @@ raises ``TimeoutError`` naming the party it waited for, and never blocks for eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -93,7 +93,8 @@ class WeightSnapshot:
     """The learner's weights of one version, written once a node; metadata only.
 
     ``manifest`` describes the flat buffer at ``path`` (tensor names, dtypes, shapes, offsets, checksums);
-    ``transport`` carries what another node or another backend needs to fetch the bytes.
+    ``transport`` carries what another node or another backend needs to fetch the bytes. With ``transport["nccl"]``
+    nothing lies at ``path``: the learner broadcasts its live weights, in the manifest's order.
     """
 
     version: int
@@ -118,6 +119,20 @@ class WeightSink(Protocol):
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
         """Apply and verify ``snapshot`` on every worker; a worker that fails is fenced and named in the report."""
+        ...
+
+
+class WeightBroadcast(Protocol):
+    """How learner rank 0 sends weights straight to the engines; picklable, and opened in that rank's process."""
+
+    def transport(self, host: str, port: int) -> Mapping[str, Any]:
+        """The part of ``WeightSnapshot.transport`` that tells every party to meet at ``host:port``."""
+        ...
+
+    def connect(
+        self, transport: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> Callable[[Iterator[tuple[str, Any]]], None]:
+        """Meet the engines and return ``send``, which takes (name, tensor) of all weights in the manifest's order."""
         ...
 
 

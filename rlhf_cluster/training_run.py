@@ -37,7 +37,9 @@ class Fleet(Protocol):
     """Workers, scorers and learner (``launch.Fleet``), started side by side and each awaited when it is needed."""
 
     pool: Any
-    """A Generator and WeightSink."""
+    """A Generator."""
+    sink: Any
+    """A WeightSink."""
     scorers: Any
     """A Scorer."""
     learner: Any
@@ -138,7 +140,7 @@ class TrainingRun:
         await fleet.learner.load(checkpoint / run_state.LEARNER)
         # The engines hold the base weights: nothing may be sampled before they hold those of the checkpoint.
         if fleet.learner.version > 0:
-            report = await fleet.pool.publish(await fleet.learner.snapshot())
+            report = await fleet.sink.publish(await fleet.learner.snapshot())
             self._recorder.weights_published(report)
         self._saved_step = step
         return step
@@ -166,7 +168,7 @@ class TrainingRun:
             generator=fleet.pool,
             scorer=fleet.scorers,
             learner=fleet.learner,
-            sink=fleet.pool,
+            sink=fleet.sink,
             clock=self._clock,
             recorder=self._recorder,
             step=step,

@@ -1,7 +1,8 @@
 """What the learner promises about a weight snapshot and an engine checks before it serves it.
 
 A snapshot is one safetensors file; its manifest is ``{"version": int, "tensors": {name: {"dtype", "shape", "crc32"}}}``
-with dtypes spelt as torch spells them ("bfloat16"). No torch here: learner and actors share this file and nothing else.
+with dtypes spelt as torch spells them ("bfloat16"). The manifest of a broadcast has no checksums: its bytes never lie
+in host memory. No torch here: learner and actors share this file and nothing else.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _resume(rank: int, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
 
 def _snapshots(rank: int, folder: Path) -> dict[str, Any]:
     from learner.learner import LearnerRank
-    from learner.weight_publisher import iterate_weights, send_weights, weight_metadata
+    from learner.weight_publisher import iterate_weights, weight_metadata
 
     spec = make_spec(folder, folder / "snapshots", zero_stage=3)
     learner = LearnerRank(spec, rank=rank, world_size=2)
@@ -73,9 +73,15 @@ def _snapshots(rank: int, folder: Path) -> dict[str, Any]:
     in_small_buckets = {name: weight.clone() for name, weight in iterate_weights(learner.policy, bucket_bytes=100_000)}
     out["buckets_agree"] = all(torch.equal(out["weights"][name], weight) for name, weight in in_small_buckets.items())
     out["metadata"] = {name: shape for name, (_, shape) in weight_metadata(learner.policy).items()}
-    sent: list[str] = []
-    send_weights(learner.policy, lambda name, weight: sent.append(name), rank=rank)
-    out["sent"] = sent
+    channel = RecordingBroadcast()
+    announced = learner.announce()
+    learner.broadcast(2, channel, {"nccl": {"master_port": 1}})
+    out["announced"] = (announced.version, announced.path.exists(), dict(announced.manifest)["tensors"])
+    out["sent"] = channel.sent
+    try:
+        learner.broadcast(1, channel, {})
+    except ValueError as error:
+        out["too_late"] = str(error)
     if rank == 0:
         out["files"] = sorted(path.name for path in (folder / "snapshots").iterdir())
         out["content"] = load_file(snapshots[-1].path)

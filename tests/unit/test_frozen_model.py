@@ -278,8 +278,13 @@ async def test_callers_within_the_window_share_a_batch_and_the_token_budget_spli
         assert threading.current_thread() is not threading.main_thread()
         return [item * 10 for item in items]
 
-    batcher = MicroBatcher(run, length=lambda item: item, batch_tokens=12, window_s=0.02)
-    results = await asyncio.gather(batcher.submit([3, 6]), batcher.submit([]), batcher.submit([4, 20, 2]))
+    batcher = MicroBatcher(run, length=lambda item: item, batch_tokens=12, window_s=0.2)
+
+    async def submit_later(items):
+        await asyncio.sleep(0.01)
+        return await batcher.submit(items)
+
+    results = await asyncio.gather(batcher.submit([3, 6]), batcher.submit([]), submit_later([4, 20, 2]))
     assert results == [[30, 60], [], [40, 200, 20]]
     assert batches == [[20], [6, 4], [3, 2]]  # 20 is over the budget and runs alone; 2 * 6 and 2 * 3 fit, 3 * 6 do not
 

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from learner.heads import LogprobHead
 from learner.models import CriticModel, PolicyModel, TokenPair, check_vocabularies, collate, load_critic, load_policy
+from rlhf_cluster.algorithms.losses import entropy, token_logprobs
 from rlhf_cluster.config import LearnerConfig, ModelConfig
 from tests.tiny_models import build_tiny_reward_model
 
@@ -139,20 +140,47 @@ def test_the_lm_head_sees_response_positions_only(gpt2: Path) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_head_cut_into_chunks_has_the_values_and_gradients_of_a_whole_one(bias: bool) -> None:
+@pytest.mark.parametrize("rows", [1000, 200])
+def test_the_head_has_the_values_gradients_and_entropies_of_the_plain_numerics(bias: bool, rows: int) -> None:
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=bias)
-    token_ids, weights = torch.randint(50, (11,)), torch.randn(11)
-    results = []
-    for rows in (100, 4):
+    n = 450  # more than one chunk and more than one block in it
+    token_ids, weights = torch.randint(50, (n,)), torch.randn(n)
+    start = 40 * torch.randn(n, 16)
+
+    def gradients(logprobs: Tensor, hidden: Tensor) -> list[Tensor]:
         head.zero_grad()
-        hidden = torch.linspace(-1, 1, 11 * 16).reshape(11, 16).requires_grad_()
-        logprobs, _ = LogprobHead(head, rows)(hidden, token_ids, temperature=0.8, with_entropy=False)
         (logprobs * weights).sum().backward()
-        gradients = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
-        results.append([logprobs.detach(), *(gradient.clone() for gradient in gradients)])
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-5)
+        assert hidden.grad is not None
+        return [hidden.grad, *(parameter.grad.clone() for parameter in head.parameters() if parameter.grad is not None)]
+
+    hidden = start.clone().requires_grad_()
+    logits = head(hidden)
+    expected = token_logprobs(logits, token_ids, 0.8)
+    expected_entropy = entropy(logits.detach() / 0.8, torch.ones(n))
+    expected_gradients = gradients(expected, hidden)
+
+    hidden = start.clone().requires_grad_()
+    logprobs, _ = LogprobHead(head, rows)(hidden, token_ids, temperature=0.8, with_entropy=False)
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+    for got, wanted in zip(gradients(logprobs, hidden), expected_gradients, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        again, entropies = LogprobHead(head, rows)(start, token_ids, temperature=0.8, with_entropy=True)
+    torch.testing.assert_close(again, logprobs, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(entropies, expected_entropy, atol=1e-5, rtol=1e-4)
+
+
+def test_a_logit_of_minus_infinity_adds_nothing_to_the_entropy_of_the_head() -> None:
+    head = nn.Linear(1, 3)
+    head.weight.data.zero_()
+    head.bias.data = torch.tensor([0.0, 0.0, -math.inf])
+    with torch.no_grad():
+        logprobs, entropies = LogprobHead(head)(
+            torch.ones(2, 1), torch.tensor([0, 1]), temperature=1.0, with_entropy=True
+        )
+    torch.testing.assert_close(logprobs, torch.full((2,), -math.log(2)))
+    torch.testing.assert_close(entropies, torch.full((2,), math.log(2)))
 
 
 def test_a_plain_language_model_becomes_a_critic_whose_values_start_at_zero(
