@@ -73,9 +73,10 @@ class FrozenModel:
             )
         model = model.to(device).eval().requires_grad_(False)
         self._backbone = model.base_model
-        self._head = model.get_output_embeddings() if head == "lm_head" else getattr(model, "score", None)
-        if not isinstance(self._head, torch.nn.Linear) or self._backbone is model:
+        output = model.get_output_embeddings() if head == "lm_head" else getattr(model, "score", None)
+        if not isinstance(output, torch.nn.Linear) or self._backbone is model:
             raise ValueError(f"{path}: {type(model).__name__} has no linear `{head}` over a backbone")
+        self._head = output
         self._check_head(model)
 
     @torch.inference_mode()

@@ -156,5 +156,5 @@ def _reward(components: Sequence[RewardComponent], rollout_id: str, values: dict
     if math.isfinite(score):
         return Reward(rollout_id, score, parts, None)
     weighted = (values[component.name] for component in components if component.weight != 0)
-    reason = next((value.reason for value in weighted if value.reason is not None), "not_finite")
+    reason: Unscorable = next((value.reason for value in weighted if value.reason is not None), "not_finite")
     return Reward(rollout_id, score, parts, reason)

@@ -1,10 +1,10 @@
 """The learner's side of ``publish.backend: nccl``: vLLM's trainer engine, opened in learner rank 0's process.
 
     driver -- NcclBroadcast (picklable, opaque to the learner) --> rank 0: connect() once, then send(weights) a version
-    rank 0 == NCCL group: rank 0 sends, the engines' GPUs are ranks 1.. in slot order ==> vLLM's NCCLWeightTransferEngine
+    rank 0 ======== NCCL group: engine GPUs are ranks 1.. in slot order ========> vLLM's NCCLWeightTransferEngine
 
-``launch`` hands a ``NcclBroadcast`` to the learner, which knows it as ``protocols.WeightBroadcast`` only. torch and vllm
-are imported inside ``connect``: importing this module on the driver costs nothing.
+``launch`` hands a ``NcclBroadcast`` to the learner, which knows it as ``protocols.WeightBroadcast`` only. torch and
+vllm are imported inside ``connect``: importing this module on the driver costs nothing.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class _Weights:
     """vLLM's ``WeightSource`` by shape: the declared weights, and one pass over those of the version being sent.
 
     Iteration yields copies: the packer keeps a buffer's tensors until it is full, the learner's live until the next one
-    is asked for. The packer alternates between streams of its own, and what ZeRO-3 gathered on one is read on the other;
-    ``finish_stream`` waits for the current one, so each copy is complete before it is handed over.
+    is asked for. The packer alternates between streams of its own, and what ZeRO-3 gathered on one is read on the
+    other; ``finish_stream`` waits for the current one, so each copy is complete before it is handed over.
     """
 
     def __init__(self, declared: list[Any], finish_stream: Callable[[], None]) -> None:

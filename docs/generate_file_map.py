@@ -16,7 +16,9 @@ def file_map() -> str:
         for folder in sorted({path.parent for path in Path(package).rglob("*.py")}):
             lines.append(f"\n**`{folder}/`** {_summary(folder / '__init__.py')}\n")
             lines += [
-                f"- `{path.name}`: {_summary(path)}" for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"
+                f"- `{path.name}`: {_summary(path)}"
+                for path in sorted(folder.glob("*.py"))
+                if path.name != "__init__.py"
             ]
     return "\n".join(lines).strip()
 

@@ -117,7 +117,7 @@ class WeightPublisher:
 
 
 class WeightBroadcaster:
-    """Sends the live weights from rank 0 to the engines instead of writing them; connects once, at the first version."""
+    """Sends the live weights from rank 0 to the engines instead of writing them; connects once, at the first."""
 
     def __init__(self, engine: TrainEngine, *, rank: int) -> None:
         self._engine = engine

@@ -71,7 +71,7 @@ class BroadcastSink:
         sides = [receiving, sending]
         try:
             done, missing = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
-            failed = any(side.exception() for side in done)
+            failed = any(side.exception() is not None for side in done)
             if failed and missing:
                 await asyncio.wait(missing, timeout=_SECONDS_FOR_THE_OTHER_SIDE)
             if failed:

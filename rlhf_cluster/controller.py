@@ -187,6 +187,9 @@ class Controller:
                 await self._wait_for_change()
                 continue
             issue = self._again.popleft() if self._again else self._cursor.next()
+            if issue is None:
+                await self._wait_for_change()
+                continue
             attempt = self._queue.admit(issue.prompt, worker.version, group_id=issue.group_id)
             if attempt.attempt >= self._settings.max_attempts:
                 raise RunFailed(

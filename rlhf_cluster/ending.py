@@ -52,22 +52,29 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
+# Shells, make and timeout pass a signal on to their children, so that one Ctrl-C may arrive twice.
+_SAME_SIGNAL_S = 2.0
+
+
 class Signals:
-    """SIGINT and SIGTERM: the first asks the run to end after its step, a second one ends it at once."""
+    """SIGINT and SIGTERM: the first asks the run to end after its step, a later one (not its echo) ends it at once."""
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.received: signal.Signals | None = None
-        self.on_first: Callable[[], None] = task.cancel
+        self.on_first: Callable[[], object] = task.cancel
         self._task = task
+        self._received_at = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle, number)
 
     def _handle(self, number: signal.Signals) -> None:
+        now = asyncio.get_running_loop().time()
         if self.received is not None:
-            self._task.cancel()
+            if now - self._received_at >= _SAME_SIGNAL_S:
+                self._task.cancel()
             return
-        self.received = number
+        self.received, self._received_at = number, now
         self.on_first()
 
 

@@ -151,12 +151,13 @@ def train(config: Config, *, resume: str) -> None:
 
 def evaluate_folder(config: Config, policy: Path | None) -> None:
     """Evaluate ``policy`` (``model.policy`` when None) on the held-out prompts and print the summary."""
-    if config.evaluation is None:
+    evaluation = config.evaluation
+    if evaluation is None:
         raise ConfigError("evaluation: the section is missing; add it and data.eval_prompts to evaluate a policy")
     if policy is not None:
         model = config.model.model_copy(update={"policy": str(policy), "reference": config.model.reference_path})
         config = config.model_copy(update={"model": model})
-    samples_per_prompt = config.evaluation.samples_per_prompt
+    answers = evaluation.samples_per_prompt
     view = ConsoleView()
     try:
         view.phase("reading prompts")
@@ -175,7 +176,7 @@ def evaluate_folder(config: Config, policy: Path | None) -> None:
                     max_new_tokens=config.rollout.max_new_tokens,
                 )
                 result = await evaluate(
-                    inputs.held_out, sampler=sampler, scorer=fleet.scorers, samples_per_prompt=samples_per_prompt
+                    inputs.held_out, sampler=sampler, scorer=fleet.scorers, samples_per_prompt=answers
                 )
                 view.evaluation(config.model.policy, 0, result.version, result.summary())
             finally:

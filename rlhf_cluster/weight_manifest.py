@@ -21,7 +21,7 @@ class WeightMismatch(RuntimeError):
 
 def crc32(raw: NDArray[np.uint8]) -> int:
     """CRC-32 of a tensor's bytes, given as a flat uint8 view."""
-    return zlib.crc32(memoryview(np.ascontiguousarray(raw)).cast("B"))
+    return zlib.crc32(np.ascontiguousarray(raw).data)
 
 
 def tensor_entry(dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]) -> dict[str, Any]:

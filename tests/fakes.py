@@ -7,8 +7,9 @@ what they are given: answers depend on the sampling seed only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -140,3 +141,20 @@ class FakeLearner:
     async def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "learner.json").write_text(f'{{"version": {self.version}}}')
+
+
+class RecordingBroadcast:
+    """A WeightBroadcast to nobody: keeps what it was connected with and the names of every version sent."""
+
+    def __init__(self) -> None:
+        self.connected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+        self.sent: list[list[str]] = []
+
+    def transport(self, host: str, port: int) -> dict[str, Any]:
+        return {"nccl": {"master_address": host, "master_port": port}}
+
+    def connect(
+        self, transport: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> Callable[[Iterator[tuple[str, Any]]], None]:
+        self.connected.append((transport, manifest))
+        return lambda weights: self.sent.append([name for name, _ in weights])

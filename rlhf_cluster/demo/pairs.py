@@ -12,7 +12,7 @@ from rlhf_cluster.rewards.friendly import friendly_and_complete
 from rlhf_cluster.types import FinishReason, Prompt
 
 # Pairs whose truth is nearer than this teach the head mostly noise.
-MARGIN = 0.3
+MARGIN = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class SampledAnswer:
 
 def label_pairs(groups: Sequence[Sequence[SampledAnswer]], *, margin: float = MARGIN) -> list[PreferencePair]:
     """Every pair of answers to one prompt whose rule scores differ by at least ``margin``, the better one chosen."""
-    pairs = []
+    pairs: list[PreferencePair] = []
     for group in groups:
         ranked = sorted(
             ((friendly_and_complete(a.prompt, a.text, a.finish_reason), a) for a in group), key=lambda item: -item[0]

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.learner_ranks import make_batch, make_spec, spawn_ranks
+from tests.fakes import RecordingBroadcast
 from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 CHECKPOINTS = ((0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "float32"))
@@ -76,7 +77,7 @@ def _snapshots(rank: int, folder: Path) -> dict[str, Any]:
     channel = RecordingBroadcast()
     announced = learner.announce()
     learner.broadcast(2, channel, {"nccl": {"master_port": 1}})
-    out["announced"] = (announced.version, announced.path.exists(), dict(announced.manifest)["tensors"])
+    out["announced"] = (announced.version, list(announced.manifest["tensors"]))
     out["sent"] = channel.sent
     try:
         learner.broadcast(1, channel, {})
@@ -222,7 +223,9 @@ def test_a_snapshot_of_a_sharded_policy_is_the_whole_policy_under_the_names_of_i
         assert torch.equal(weight, run["weights"][name])
     assert all(rank["snapshots"]["buckets_agree"] for rank in ranks)
     assert run["metadata"] == {name: tuple(weight.shape) for name, weight in run["content"].items()}
-    assert [rank["snapshots"]["sent"] for rank in ranks] == [list(run["metadata"]), []]
+    assert run["announced"] == (2, list(run["metadata"]))
+    assert [rank["snapshots"]["sent"] for rank in ranks] == [[list(run["metadata"])], []]
+    assert run["too_late"] == "version 1 was to be broadcast, but the learner is at version 2"
 
 
 def test_the_manifest_of_a_snapshot_describes_its_tensors(ranks: list[dict[str, Any]]) -> None:

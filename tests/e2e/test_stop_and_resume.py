@@ -45,7 +45,8 @@ def test_an_interrupted_run_saves_exits_130_leaves_nothing_behind_and_goes_on(
     process = start_training(tiny_models, tmp_path, "run.steps=100000", "data.eval_prompts=null", "evaluation=null")
     folder = tmp_path / "tiny"
     _wait_for_step(folder / "metrics.jsonl", 3, timeout_s=150)
-    process.send_signal(signal.SIGINT)
+    # As a terminal does it: every process of the group gets the signal.
+    os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
     assert _members_of_session(process.pid) == []

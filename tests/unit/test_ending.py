@@ -73,12 +73,32 @@ def test_a_signal_before_training_cancels_what_is_starting_and_still_cleans_up()
     assert cleaned == ["closed"]
 
 
-def test_a_second_signal_ends_a_run_that_does_not_stop() -> None:
+def test_the_echo_of_a_signal_is_no_second_one() -> None:
+    """make and timeout pass Ctrl-C on to a child that the terminal told already."""
+    finished = []
+
+    async def body(signals: Signals) -> None:
+        stop = asyncio.Event()
+        signals.on_first = stop.set
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
+        loop.call_later(0.03, os.kill, os.getpid(), signal.SIGINT)
+        await stop.wait()
+        await asyncio.sleep(0.1)
+        finished.append("saved")
+
+    assert guard(lambda: run_async(body)) == 130
+    assert finished == ["saved"]
+
+
+def test_a_later_signal_ends_a_run_that_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlhf_cluster.ending._SAME_SIGNAL_S", 0.02)
+
     async def body(signals: Signals) -> None:
         signals.on_first = lambda: None
         loop = asyncio.get_running_loop()
         loop.call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
-        loop.call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+        loop.call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
         await asyncio.sleep(30)
 
     assert guard(lambda: run_async(body)) == 130

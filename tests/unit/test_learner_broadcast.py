@@ -1,0 +1,144 @@
+"""The learner's part of a broadcast: what is announced is what is sent, and nothing trains meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from learner import learner_group
+from learner.learner_group import LearnerGroup
+from learner.weight_publisher import WeightBroadcaster
+from rlhf_cluster.protocols import WeightSnapshot
+from tests.distributed.learner_ranks import make_batch, make_spec
+from tests.fakes import RecordingBroadcast
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.z = nn.Linear(3, 2)
+        self.a = nn.Linear(2, 1, bias=False)
+
+
+def broadcaster(rank: int) -> WeightBroadcaster:
+    engine: Any = SimpleNamespace(
+        name="policy", accumulating=False, zero_stage=0, module=SimpleNamespace(model=TwoLayers())
+    )
+    return WeightBroadcaster(engine, rank=rank)
+
+
+def test_names_are_sent_in_the_manifests_order_over_one_connection() -> None:
+    channel, sender = RecordingBroadcast(), broadcaster(0)
+    manifest = sender.manifest(1)
+    assert manifest == {
+        "version": 1,
+        "tensors": {
+            "z.weight": {"dtype": "float32", "shape": [2, 3]},
+            "z.bias": {"dtype": "float32", "shape": [2]},
+            "a.weight": {"dtype": "float32", "shape": [1, 2]},
+        },
+    }
+    sender.send(1, channel, {"nccl": {}})
+    sender.send(2, channel, {"nccl": {}})
+    assert channel.sent == [["z.weight", "z.bias", "a.weight"]] * 2 == [list(manifest["tensors"])] * 2
+    assert channel.connected == [({"nccl": {}}, manifest)]
+
+
+def test_the_other_ranks_connect_to_nobody() -> None:
+    channel = RecordingBroadcast()
+    broadcaster(1).send(1, channel, {"nccl": {}})
+    assert (channel.connected, channel.sent) == ([], [])
+
+
+class Handle:
+    """An actor handle in this process: ``handle.method.remote(*args)`` gives an awaitable and notes the call."""
+
+    def __init__(self, calls: list[tuple[Any, ...]], **methods: Callable[..., Any]) -> None:
+        for name, method in methods.items():
+            setattr(self, name, SimpleNamespace(remote=self._remote(name, method, calls)))
+
+    @staticmethod
+    def _remote(name: str, method: Callable[..., Any], calls: list[tuple[Any, ...]]) -> Callable[..., Any]:
+        def remote(*args: Any) -> asyncio.Future[Any]:
+            calls.append((name, *args))
+
+            async def answer() -> Any:
+                result = method(*args)
+                return await result if asyncio.iscoroutine(result) else result
+
+            return asyncio.ensure_future(answer())
+
+        return remote
+
+
+def group_of(tmp_path: Path, handles: list[Handle], channel: RecordingBroadcast) -> LearnerGroup:
+    spec = make_spec(tmp_path, tmp_path / "snapshots", ranks=len(handles))
+    group = LearnerGroup(spec, actor_options=[{}] * len(handles), start_timeout_s=1, weight_broadcast=channel)
+    group._actors = list(handles)
+    return group
+
+
+def test_a_snapshot_writes_nothing_and_tells_the_workers_one_meeting_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_group, "_several_nodes", lambda: False)
+    calls: list[tuple[Any, ...]] = []
+    announced = WeightSnapshot(1, tmp_path / "snapshots" / "v1.safetensors", {"tensors": {}})
+    first = Handle(calls, address=lambda loopback: ("127.0.0.1", 4000), announce=lambda: announced)
+    group = group_of(tmp_path, [first, Handle(calls)], RecordingBroadcast())
+
+    async def scenario() -> list[WeightSnapshot]:
+        return [await group.snapshot(), await group.snapshot()]
+
+    snapshots = asyncio.run(scenario())
+    expected = {"nccl": {"master_address": "127.0.0.1", "master_port": 4000}}
+    assert [dict(snapshot.transport) for snapshot in snapshots] == [expected] * 2
+    # The communicator is made once, so its meeting point is chosen once.
+    assert calls == [("address", True), ("announce",), ("announce",)]
+    assert not (tmp_path / "snapshots").exists()
+
+
+def test_a_rank_that_does_not_send_in_time_is_named(tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    channel = RecordingBroadcast()
+    silent = Handle(calls, broadcast=lambda *args: asyncio.sleep(60))
+    group = group_of(tmp_path, [silent, Handle(calls, broadcast=lambda *args: None)], channel)
+    with pytest.raises(TimeoutError, match=r"learner rank \[0\] did not answer 'broadcast' within 0.05 s"):
+        asyncio.run(group.broadcast(3, timeout_s=0.05))
+    assert calls == [("broadcast", 3, channel, None)] * 2
+
+
+@pytest.mark.parametrize("method", ["train", "save"])
+def test_live_weights_stay_as_they_are_until_the_publication_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(learner_group, "ray", SimpleNamespace(put=lambda value: value))
+    calls: list[tuple[Any, ...]] = []
+    handle = Handle(calls, train=lambda batch: SimpleNamespace(version=1), save=lambda folder: None)
+    group = group_of(tmp_path, [handle], RecordingBroadcast())
+    argument: Any = make_batch(0) if method == "train" else tmp_path
+
+    async def scenario() -> None:
+        publication = asyncio.get_running_loop().create_future()
+        group.hold_for(publication)
+        waiting = asyncio.ensure_future(getattr(group, method)(argument))
+        await asyncio.sleep(0.01)
+        assert calls == []
+        publication.set_result(None)
+        await waiting
+        assert calls == [(method, argument)]
+
+        broken = asyncio.get_running_loop().create_future()
+        group.hold_for(broken)
+        broken.set_exception(RuntimeError("rollout worker 1 died"))
+        with pytest.raises(RuntimeError, match="rollout worker 1 died"):
+            await getattr(group, method)(argument)
+        assert len(calls) == 1
+
+    asyncio.run(scenario())

@@ -1,0 +1,80 @@
+"""What the sending side of ``publish.backend: nccl`` tells vLLM and the workers, without vLLM and without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.rollout_worker import nccl_init_info
+from actors.weight_sender import NcclBroadcast, _Weights
+from rlhf_cluster.config_io import load_config
+
+
+def fields_of_vllm(file: str, name: str) -> set[str]:
+    """Annotated fields of a dataclass of vLLM's weight transfer, read from its source."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("vllm is not installed")
+    path = Path(found.submodule_search_locations[0]) / "distributed" / "weight_transfer" / f"{file}.py"
+    cls = next(node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == name)
+    assert isinstance(cls, ast.ClassDef)
+    names = {
+        node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return names - {"backend"}
+
+
+def test_the_group_holds_the_sender_and_every_gpu_of_every_engine() -> None:
+    config = load_config(
+        Path("configs/ppo_7b_single_node.yaml"), ["rollout.workers=3", "rollout.engine.tensor_parallel=2"]
+    )
+    assert NcclBroadcast.from_config(config) == NcclBroadcast(world_size=7)
+
+
+def test_a_run_that_publishes_through_shared_memory_has_no_broadcast() -> None:
+    assert NcclBroadcast.from_config(load_config(Path("configs/tiny_test.yaml"), [])) is None
+
+
+def test_sender_and_workers_get_the_same_fields_and_vllm_knows_them_all() -> None:
+    transport = NcclBroadcast(world_size=3).transport("10.0.0.1", 4000)
+    told = transport["nccl"]
+    assert (told["master_address"], told["master_port"], told["world_size"]) == ("10.0.0.1", 4000, 3)
+    assert (told["packed"], told["packed_buffer_size_bytes"], told["packed_num_buffers"]) == (True, 2**28, 2)
+    assert set(told) == fields_of_vllm("nccl_engine", "NCCLTrainerInitInfo")
+    worker = nccl_init_info(transport, slot=1, tensor_parallel=1)
+    assert set(worker) == fields_of_vllm("nccl_common", "NCCLWeightTransferInitInfo") - {"nccl_unique_id_b64"}
+
+
+def test_a_broadcast_reaches_another_process_whole() -> None:
+    assert pickle.loads(pickle.dumps(NcclBroadcast(world_size=3))) == NcclBroadcast(world_size=3)
+
+
+def test_the_packer_gets_finished_copies_in_order_that_outlive_the_learners_tensors() -> None:
+    events: list[str] = []
+    live = torch.zeros(2)
+
+    def learner():
+        for number, name in enumerate(("b", "a")):
+            events.append(f"gather {name}")
+            live.fill_(number + 1)
+            yield name, live
+
+    source = _Weights(["declared"], finish_stream=lambda: events.append("finish"))
+    source.weights = learner()
+    packed = list(source)
+    assert source.metadata() == ["declared"]
+    assert [(name, tensor.tolist()) for name, tensor in packed] == [("b", [1.0, 1.0]), ("a", [2.0, 2.0])]
+    assert events == ["gather b", "finish", "gather a", "finish"]
+
+
+def test_importing_the_sender_loads_no_engine() -> None:
+    code = "import sys, actors.weight_sender; print([m for m in ('vllm', 'torch', 'ray') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
