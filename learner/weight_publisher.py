@@ -6,6 +6,7 @@ if that is larger) is the extra memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -86,10 +87,12 @@ class WeightPublisher:
         return self._folder / f"v{version}.safetensors"
 
     def close(self) -> None:
-        """Remove every snapshot still there."""
+        """Remove every snapshot still there, and the folder when nobody else put anything into it."""
         for path in self._written:
             path.unlink(missing_ok=True)
         self._written.clear()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
 
     def _stream(self, file: BinaryIO) -> dict[str, Any]:
         """The safetensors layout: header length (8 bytes, little-endian), JSON header, then the tensors' bytes."""

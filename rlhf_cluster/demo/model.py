@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,13 @@ def unpack(folder: Path) -> Path:
     source = Path(package.origin).parent
     weights = next(source.glob("*.gguf")).name
 
+    # This is CPU work wherever the demo runs; DeepSpeed, which transformers looks for, need not search for a GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
     import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,22 @@ def test_the_config_reference_lists_every_key_with_its_description() -> None:
 
     assert Path("docs/config.md").read_text() == reference(), "run: python -m docs.generate_config_reference"
     assert all(f"`{key}`" in reference() for key in all_keys() if "." in key)
+
+
+def test_every_field_is_read_by_the_code() -> None:
+    """A field that nothing reads would be accepted and do nothing."""
+    sources = [
+        path.read_text()
+        for package in ("rlhf_cluster", "actors", "learner")
+        for path in Path(package).rglob("*.py")
+        if path.name not in {"config.py", "config_io.py"}
+    ]
+    # Read inside config.py itself, by a property that the code uses instead.
+    through_property = {"model.reference": "reference_path"}
+    unread = [
+        key
+        for key in all_keys()
+        if not any(re.search(rf"\.{through_property.get(key, key.rsplit('.', 1)[-1])}\b", text) for text in sources)
+    ]
+    # One value so far, like algorithm.name: it says where the penalty goes and leaves room for `loss`.
+    assert unread == ["algorithm.kl.place"]
