@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rlhf_cluster import run_state
-from rlhf_cluster.metrics.series import series_key
+from rlhf_cluster.metrics.series import parse_series_key
 from tests.e2e.conftest import FinishedRun
 
 
@@ -36,6 +36,11 @@ def test_training_was_asynchronous(finished_run: FinishedRun) -> None:
     assert max(row["rlhf_batch_max_lag"] for row in finished_run.rows()) == 1
 
 
+def _series(key: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    name, labels = parse_series_key(key)
+    return name, frozenset(labels.items())
+
+
 def test_prometheus_showed_per_version_staleness_and_kl_with_the_values_of_the_metrics_file(
     finished_run: FinishedRun,
 ) -> None:
@@ -43,17 +48,18 @@ def test_prometheus_showed_per_version_staleness_and_kl_with_the_values_of_the_m
     compared: set[str] = set()
     for scrape in finished_run.scrapes:
         samples = {
-            series_key(sample.name, sample.labels): sample.value
+            (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(scrape)
             for sample in family.samples
         }
-        if "rlhf_step" not in samples:
+        step = samples.get(("rlhf_step", frozenset()))
+        if step is None:
             continue
-        row = by_step[int(samples["rlhf_step"])]
-        for key, value in samples.items():
-            if key.startswith(("rlhf_version_", "rlhf_staleness_versions", "rlhf_kl_behaviour")):
-                assert row[key] == value, key
-                compared.add(key.partition("{")[0])
+        row = {_series(key): value for key, value in by_step[int(step)].items() if key.startswith("rlhf_")}
+        for (name, labels), value in samples.items():
+            if name.startswith(("rlhf_version_", "rlhf_staleness_versions", "rlhf_kl_behaviour")):
+                assert row[name, labels] == value, (name, labels)
+                compared.add(name)
     assert {
         "rlhf_version_staleness_mean",
         "rlhf_version_staleness_max",
