@@ -314,7 +314,7 @@ class Controller:
         while self.step < self._settings.steps:
             batch, waited_s = await self._next_batch()
             if batch is None:
-                return
+                break
             started = self._clock.now()
             overlapping = self._take_overlap(batch)
             self._recorder.batch_consumed(batch, waited_s=waited_s, overlapping_rollouts=overlapping)
@@ -335,6 +335,9 @@ class Controller:
             self._close(batch, result.version)
             await self._finish_publication()
             self._publication = asyncio.create_task(self._publish(snapshot), name="publish")
+            self._publication.add_done_callback(self._note_failure)
+            # A publication that needs the learner (a broadcast) must have claimed it before a save or the next batch.
+            await asyncio.sleep(0)
             if first_publication and self._after_first_publication is not None:
                 await self._finish_publication()
                 await self._after_first_publication()
@@ -428,6 +431,10 @@ class Controller:
     def _finished(self, key: tuple[str, int], task: asyncio.Task[None]) -> None:
         if self._working.get(key) is task:
             del self._working[key]
+        self._note_failure(task)
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """End the run with the error of a task that nobody waits for."""
         if task.cancelled() or task.exception() is None:
             return
         if self._failure is not None and not self._failure.done():

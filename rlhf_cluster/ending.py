@@ -61,12 +61,16 @@ class Signals:
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
         self.received: signal.Signals | None = None
-        self.on_first: Callable[[], object] = task.cancel
+        self.on_first: Callable[[], object] = self.cancel
         self._task = task
         self._received_at = 0.0
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle, number)
+
+    def cancel(self) -> None:
+        """End the run where it stands."""
+        self._task.cancel()
 
     def _handle(self, number: signal.Signals) -> None:
         now = asyncio.get_running_loop().time()

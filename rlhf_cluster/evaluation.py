@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhf_cluster.protocols import Clock, Generator, RolloutRequest, Scorer
+from rlhf_cluster.protocols import Clock, Generator, RolloutRequest, Scorer, WorkerSlot
 from rlhf_cluster.seeds import derive_seed
 from rlhf_cluster.types import Prompt, Ratio, Rollout, Sampling, ScoredRollout
 
@@ -81,16 +81,25 @@ class Sampler:
 
     Args:
         seed: the run's seed. temperature, max_new_tokens: as in training.
+        timeout_s: seconds to wait for a free worker.
     """
 
     def __init__(
-        self, generator: Generator, clock: Clock, *, seed: int, temperature: float, max_new_tokens: int
+        self,
+        generator: Generator,
+        clock: Clock,
+        *,
+        seed: int,
+        temperature: float,
+        max_new_tokens: int,
+        timeout_s: float,
     ) -> None:
         self._generator = generator
         self._clock = clock
         self._seed = seed
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
+        self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
 
     async def sample(self, prompt: Prompt, n: int, *, label: str) -> list[Rollout]:
@@ -105,11 +114,22 @@ class Sampler:
         )
         request = RolloutRequest(f"{label}:{prompt.prompt_id}", 0, prompt, sampling)
         async with self._turn:  # one dispatch at a time, so that the router counts each before the next choice
-            while (worker := self._generator.choose()) is None:
-                await self._clock.sleep(_POLL_S)
+            worker = await self._free_worker()
             generation = asyncio.ensure_future(self._generator.generate(worker, request))
             await asyncio.sleep(0)
         return await generation
+
+    async def _free_worker(self) -> WorkerSlot:
+        deadline = self._clock.now() + self._timeout_s
+        while (worker := self._generator.choose()) is None:
+            if self._clock.now() > deadline:
+                states = ", ".join(
+                    f"worker {status.index} {'busy' if status.up else 'down or fenced'}"
+                    for status in self._generator.status()
+                )
+                raise TimeoutError(f"no rollout worker came free within {self._timeout_s:g} s ({states})")
+            await self._clock.sleep(_POLL_S)
+        return worker
 
 
 async def evaluate(

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def ray_session(config: Config) -> Iterator[None]:
     if address is None:
         # Logical CPUs only book actors in; on a small machine they share the real cores.
         cpus = max(os.cpu_count() or 1, placement.total(wanted).get("CPU", 0))
-        ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
     else:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     try:
@@ -89,7 +90,7 @@ class Fleet:
         )
         weight_broadcast = NcclBroadcast.from_config(config)
         self.learner = LearnerGroup(
-            LearnerSpec.from_config(config, _SHARED_MEMORY / f"rlhf-{config.run.name}-{os.getpid()}"),
+            LearnerSpec.from_config(config, _SHARED_MEMORY / f"rlhf-{config.run.name}-{secrets.token_hex(4)}"),
             actor_options=[placement.learner_options(config)] * config.learner.ranks,
             start_timeout_s=timeout_s,
             weight_broadcast=weight_broadcast,
@@ -142,9 +143,11 @@ def train(config: Config, *, resume: str) -> None:
             f"run {folder.path}: "
             + (f"resuming from {folder.checkpoint.name}" if folder.checkpoint else "starting fresh, no checkpoint here")
         )
+        run = TrainingRun(config, inputs, folder, view)
+        run.read_checkpoint()
         view.phase("starting Ray")
         with ray_session(config):
-            run_async(lambda signals: TrainingRun(config, inputs, folder, view).run(signals, lambda: Fleet(config)))
+            run_async(lambda signals: run.run(signals, lambda: Fleet(config)))
     finally:
         view.close()
 
@@ -174,6 +177,7 @@ def evaluate_folder(config: Config, policy: Path | None) -> None:
                     seed=config.run.seed,
                     temperature=config.rollout.temperature,
                     max_new_tokens=config.rollout.max_new_tokens,
+                    timeout_s=config.rollout.timeout_s,
                 )
                 result = await evaluate(
                     inputs.held_out, sampler=sampler, scorer=fleet.scorers, samples_per_prompt=answers
@@ -204,6 +208,7 @@ def sample_answers(
                 seed=config.run.seed,
                 temperature=config.rollout.temperature,
                 max_new_tokens=config.rollout.max_new_tokens,
+                timeout_s=config.rollout.timeout_s,
             )
 
             answered = 0

@@ -11,6 +11,7 @@ manifest is complete. Older sets are deleted only after that.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -51,7 +52,13 @@ async def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     await save_learner(partial / LEARNER)
-    _write_durably(partial / STATE, json.dumps(state))
+    await asyncio.to_thread(_complete, partial, final, step, json.dumps(state))
+    return final
+
+
+def _complete(partial: Path, final: Path, step: int, state: str) -> None:
+    """Hashes of a large set take minutes, so this runs in a thread."""
+    _write_durably(partial / STATE, state)
     files = {
         str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(partial.rglob("*"))
@@ -60,8 +67,7 @@ async def save_checkpoint(
     _write_durably(partial / MANIFEST, json.dumps({"step": step, "files": files}, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
-    _sync_folder(root)
-    return final
+    _sync_folder(final.parent)
 
 
 def is_complete(folder: Path) -> bool:
@@ -92,19 +98,20 @@ def load_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text())
 
 
-def restore(
-    state: Mapping[str, Any], *, cursor: PromptCursor, queue: ExperienceQueue, recorder: MetricsRecorder
-) -> int:
+def restore(state: Mapping[str, Any], *, cursor: PromptCursor, queue: ExperienceQueue) -> int:
     """Put the parts back where ``snapshot`` found them and return the step to go on from.
 
     Attempts that were on workers are aborted, and the cursor yields their prompts again; queued groups stay queued.
+    The recorder goes on from ``state["metrics"]``.
+
+    Raises:
+        ValueError: seed, prompts, batch size or staleness bound are not those of the saved run.
     """
     queue.load_state_dict(state["queue"])
     for attempt in queue.dispatched():
         queue.retire(attempt.group_id, attempt.attempt, "aborted")
     queued = [entry["group_id"] for entry in state["queue"]["entries"] if entry["group"] is not None]
     cursor.load_state_dict(state["cursor"], outstanding=queued)
-    recorder.load_state_dict(state["metrics"])
     return int(state["step"])
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_cluster import run_state
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import Config
-from rlhf_cluster.controller import Controller, ControllerSettings
+from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.diagnosis import self_check
-from rlhf_cluster.diagnosis.preflight import PreflightError
+from rlhf_cluster.diagnosis.preflight import PreflightError, check_learner_layout
 from rlhf_cluster.ending import Signals
 from rlhf_cluster.evaluation import Sampler, evaluate
 from rlhf_cluster.experience_queue import ExperienceQueue
@@ -67,6 +67,24 @@ class TrainingRun:
             group_deadline_s=config.queue.group_deadline_s,
         )
         self._saved_step = 0
+        self._saved: dict[str, Any] | None = None
+
+    def read_checkpoint(self) -> None:
+        """Verify the checkpoint to resume from, if there is one, and put prompts and queue back; without Ray.
+
+        Raises:
+            PreflightError: it is damaged, or belongs to a run with other settings (named).
+        """
+        checkpoint = self._folder.checkpoint
+        if checkpoint is None:
+            return
+        try:
+            run_state.verify(checkpoint)
+            check_learner_layout(checkpoint / run_state.LEARNER, self._config)
+            self._saved = run_state.load_state(checkpoint)
+            self._saved_step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue)
+        except (ValueError, run_state.CheckpointDamaged) as error:
+            raise PreflightError(f"cannot resume from {checkpoint}: {error}") from None
 
     async def run(self, signals: Signals, start_fleet: Callable[[], Fleet]) -> None:
         """Train to the last step or the first signal; whatever happens, every part is closed."""
@@ -83,6 +101,8 @@ class TrainingRun:
                 await controller.run()
                 view.phase("saving")
                 await self._save(fleet, controller.step)
+                # What follows can be done again from the checkpoint, so a signal ends it at once.
+                signals.on_first = signals.cancel
                 if not controller.stopped:
                     view.phase("evaluating the trained policy")
                     await self._evaluate(fleet, "after")
@@ -117,7 +137,7 @@ class TrainingRun:
 
         A fresh run samples its baseline while the learner is still loading: all hold the same folder as version 0.
         """
-        if self._folder.checkpoint is None:
+        if self._folder.checkpoint is None or self._saved is None:
             if self._config.evaluation is not None:
                 await fleet.ready("rollout workers", "scorers")
                 self._view.phase("evaluating the untrained policy")
@@ -125,25 +145,22 @@ class TrainingRun:
             await fleet.ready("rollout workers", "scorers", "learner")
             step = 0
         else:
-            step = await self._resume(fleet, self._folder.checkpoint)
+            step = await self._resume(fleet, self._folder.checkpoint, self._saved)
         await self._self_check(fleet)
         return step
 
-    async def _resume(self, fleet: Fleet, checkpoint: Path) -> int:
-        self._view.phase("verifying the checkpoint")
-        await asyncio.to_thread(run_state.verify, checkpoint)
-        step = run_state.restore(
-            run_state.load_state(checkpoint), cursor=self._cursor, queue=self._queue, recorder=self._recorder
-        )
+    async def _resume(self, fleet: Fleet, checkpoint: Path, saved: Mapping[str, Any]) -> int:
+        self._recorder.load_state_dict(saved["metrics"])
         await fleet.ready("rollout workers", "scorers", "learner")
         self._view.phase("loading the checkpoint")
         await fleet.learner.load(checkpoint / run_state.LEARNER)
         # The engines hold the base weights: nothing may be sampled before they hold those of the checkpoint.
         if fleet.learner.version > 0:
             report = await fleet.sink.publish(await fleet.learner.snapshot())
+            if not report.applied:
+                raise RunFailed(f"no rollout worker took version {report.version}: {dict(report.failed)}")
             self._recorder.weights_published(report)
-        self._saved_step = step
-        return step
+        return self._saved_step
 
     def _controller(self, fleet: Fleet, step: int) -> Controller:
         config = self._config
@@ -229,4 +246,5 @@ class TrainingRun:
             seed=self._config.run.seed,
             temperature=self._config.rollout.temperature,
             max_new_tokens=max_new_tokens,
+            timeout_s=self._config.rollout.timeout_s,
         )

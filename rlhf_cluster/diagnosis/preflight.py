@@ -59,6 +59,26 @@ def check_run_folder(folder: Path, *, resume: str, has_checkpoint: bool) -> None
         )
 
 
+def check_learner_layout(folder: Path, config: Config) -> None:
+    """The optimizer state of a checkpoint is cut for its number of ranks, ZeRO stage and dtype.
+
+    Raises:
+        PreflightError: naming the setting, its saved value and the fix.
+    """
+    saved = json.loads((folder / "learner.json").read_text(encoding="utf-8"))["layout"]
+    now = {
+        "learner.ranks": config.learner.ranks,
+        "learner.zero_stage": config.learner.zero_stage,
+        "model.dtype": config.model.dtype,
+    }
+    for key, value in now.items():
+        if saved[key] != value:
+            raise PreflightError(
+                f"{key} is {value} but the checkpoint was saved with {saved[key]}, and its optimizer state is cut for "
+                f"that; set it as before, or start a new run from {folder / 'policy'}"
+            )
+
+
 def _model_config(key: str, folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise PreflightError(f"{key}: no folder {folder}; give the path of a Hugging Face model folder")

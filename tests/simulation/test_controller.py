@@ -62,7 +62,8 @@ class Run:
         self.recorder = MetricsRecorder(max_staleness=max_staleness, total_steps=settings.steps, clock=clock, sinks=[])
         step = 0
         if state is not None:
-            step = run_state.restore(state, cursor=self.cursor, queue=self.queue, recorder=self.recorder)
+            step = run_state.restore(state, cursor=self.cursor, queue=self.queue)
+            self.recorder.load_state_dict(state["metrics"])
         self.controller = Controller(
             settings,
             cursor=self.cursor,

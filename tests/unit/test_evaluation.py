@@ -17,7 +17,7 @@ PROMPTS = [Prompt(f"p{index}", (1, index), f"question {index}") for index in ran
 
 
 def run(workers: FakeWorkers, scorer: FakeScorer) -> Evaluation:
-    sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8)
+    sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8, timeout_s=5.0)
     return asyncio.run(evaluate(PROMPTS, sampler=sampler, scorer=scorer, samples_per_prompt=2))
 
 
@@ -53,7 +53,7 @@ def test_weights_that_change_meanwhile_fail_the_evaluation() -> None:
     workers = FakeWorkers(seconds=lambda request: 0.02)
 
     async def change() -> None:
-        sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8)
+        sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8, timeout_s=5.0)
         running = asyncio.create_task(evaluate(PROMPTS, sampler=sampler, scorer=FakeScorer(), samples_per_prompt=1))
         await asyncio.sleep(0.01)
         await workers.publish(WeightSnapshot(1, Path("x"), {}))

@@ -27,3 +27,4 @@ def test_on_a_terminal_the_stage_is_a_bar() -> None:
         view.update("prompts [answered]", 20, 40)
         view._bar.refresh()
     assert "50%" in out.getvalue()
+    assert "20 of 40" not in out.getvalue(), "a bar needs no lines beside it"
