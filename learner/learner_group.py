@@ -10,6 +10,7 @@ answer is named.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import shutil
@@ -81,7 +82,9 @@ class RankActor:
         return ray.get_runtime_context().get_node_id()
 
     def train(self, batch: TrainBatch) -> UpdateResult:
-        return self._ready().train(batch)
+        result = self._ready().train(batch)
+        _return_free_memory()
+        return result
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
         return self._ready().logprobs(rollouts)
@@ -283,6 +286,13 @@ async def _answers(refs: Mapping[int, Any], method: str, timeout_s: float) -> di
     finally:
         for task in tasks.values():
             task.cancel()
+
+
+def _return_free_memory() -> None:
+    """Give freed pages back to the system. Batches differ in shape, and glibc keeps what the largest ones needed."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def _several_nodes() -> bool:
