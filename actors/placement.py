@@ -113,4 +113,6 @@ def _environment(config: Config, threads: int) -> dict[str, Any]:
     if config.cluster.device == "cpu":
         # Roles share cores: an OpenMP thread that spins at a barrier takes one from the others.
         variables |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        # Threads that each keep a heap of their own hold on to what batches of other shapes once needed.
+        variables |= {"MALLOC_ARENA_MAX": "2"}
     return {"runtime_env": {"env_vars": variables}}

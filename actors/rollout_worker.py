@@ -100,7 +100,7 @@ def engine_arguments(
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(2048, max_model_len)
         # An explicit size also makes vLLM skip the warm-up forward that would otherwise measure memory.
-        arguments["kv_cache_memory_bytes"] = engine.cpu_kv_cache_gib << 30
+        arguments["kv_cache_memory_bytes"] = int(engine.cpu_kv_cache_gib * 2**30)
     else:
         arguments["gpu_memory_utilization"] = engine.gpu_memory_utilization
     return arguments
@@ -481,6 +481,10 @@ def _materialise(snapshot: WeightSnapshot) -> Path:
     partial = snapshot.path.with_name(f".{snapshot.path.name}.{os.getpid()}")
     content.tofile(partial)
     partial.replace(snapshot.path)
+    # An older version that a neighbour still reads stays readable to it: only its name goes.
+    for older in snapshot.path.parent.glob("v*.safetensors"):
+        if older != snapshot.path:
+            older.unlink(missing_ok=True)
     return snapshot.path
 
 

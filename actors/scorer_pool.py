@@ -21,6 +21,10 @@ from rlhf_cluster.types import Floats, Prompt, Rollout, ScoredRollout
 _RESTARTS: dict[str, Any] = {"max_restarts": 2, "max_task_retries": 2}
 
 
+class NoScorersLeft(RuntimeError):
+    """Every scorer of a kind is dead; issuing prompts again would not help. The message names the first cause."""
+
+
 class RewardScorerActor:
     """One ``RewardScorer`` in its own process."""
 
@@ -66,6 +70,7 @@ class _Replica:
     handle: Any
     in_flight: int = 0
     dead: bool = False
+    cause: str = "it was closed"
 
 
 class ScorerPool:
@@ -127,7 +132,7 @@ class ScorerPool:
         _check_logprobs(reference_scorer.name, rollouts, logprobs)
         self._unscorable.update(reward.reason for reward in rewards if reward.reason is not None)
         return [
-            ScoredRollout(rollout, reward.score, reward.components, ref_logprobs)
+            ScoredRollout(rollout, reward.score, reward.components, ref_logprobs, reward.reason)
             for rollout, reward, ref_logprobs in zip(rollouts, rewards, logprobs, strict=True)
         ]
 
@@ -146,8 +151,8 @@ class ScorerPool:
 def _least_busy(replicas: Sequence[_Replica]) -> _Replica:
     alive = [replica for replica in replicas if not replica.dead]
     if not alive:
-        names = ", ".join(replica.name for replica in replicas) or "no scorer was started"
-        raise WorkerFailed(f"no scorer is left alive: {names}")
+        causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in replicas) or "no scorer was started"
+        raise NoScorersLeft(f"no scorer is left alive: {causes}")
     return min(alive, key=lambda replica: replica.in_flight)
 
 
@@ -158,7 +163,8 @@ async def _call(replica: _Replica, method: str, *args: Any, timeout_s: float) ->
     try:
         return await asyncio.wait_for(reference, timeout_s)
     except RayError as error:  # first: an error raised in the actor may itself be a TimeoutError
-        replica.dead |= isinstance(error, ActorDiedError)
+        if isinstance(error, ActorDiedError):
+            replica.dead, replica.cause = True, _first_cause(error)
         raise WorkerFailed(f"{replica.name} failed in {method}: {_first_cause(error)}") from error
     except TimeoutError:
         ray.cancel(reference)

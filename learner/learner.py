@@ -102,6 +102,7 @@ class LearnerRank:
         whole, share = MetricSums(), MetricSums()
         plan = self._plan(tensors, 0)
 
+        moments_before = self._moments.state_dict()
         proximal, entropies = self._policy_pass(tensors, plan, share)
         scores = normalised_scores(tensors, self._moments, self.spec.reward)
         algorithm, kl_coef = self.spec.algorithm, self._kl.coef
@@ -120,12 +121,16 @@ class LearnerRank:
         for epoch in range(self.spec.learner.epochs):
             for minibatch in self._plan(tensors, epoch):
                 before = time.perf_counter()
-                self._step(self.policy, minibatch, tensors, experience, self._policy_loss, whole, share)
+                stepped = self._step(self.policy, minibatch, tensors, experience, self._policy_loss, whole, share)
                 policy_seconds += time.perf_counter() - before
-                self._step(self.critic, minibatch, tensors, experience, self._value_loss, whole, share)
+                if stepped:  # a minibatch that the policy had to skip changes nothing at all
+                    self._step(self.critic, minibatch, tensors, experience, self._value_loss, whole, share)
         finished = time.perf_counter()
 
         stepped = whole["optimizer_steps_policy"].total > 0
+        if not stepped:
+            # Its prompts come again, and their scores with them.
+            self._moments.load_state_dict(moments_before)
         self._close(stepped, tensors, whole)
         whole.add(
             {
@@ -273,14 +278,16 @@ class LearnerRank:
         nothing = torch.zeros_like(returns)
         targets = Experience(tensors.mask, nothing, nothing, nothing, returns, nothing)
         steps = self.spec.learner.critic_pretrain_steps
-        done, epoch = 0, 0
+        done, applied, epoch = 0, 0, 0
         # Its losses are far from those of training and would hide them, so they get no metric.
         while done < steps:
             for minibatch in self._plan(tensors, epoch)[: steps - done]:
-                self._step(self.critic, minibatch, tensors, targets, _unclipped_value_loss, whole, MetricSums())
+                applied += self._step(
+                    self.critic, minibatch, tensors, targets, _unclipped_value_loss, whole, MetricSums()
+                )
                 done += 1
             epoch += 1
-        self._critic_pretrained = True
+        self._critic_pretrained = applied > 0
 
     def _step(
         self,
@@ -291,8 +298,11 @@ class LearnerRank:
         loss: Callable[[TrainEngine, ModelInputs, Experience], TokenLoss],
         whole: MetricSums,
         share: MetricSums,
-    ) -> None:
-        """One optimizer step: this rank's micro-batches, each divided by the token count of the whole minibatch."""
+    ) -> bool:
+        """One optimizer step: this rank's micro-batches, each divided by the token count of the whole minibatch.
+
+        Returns whether it was applied, the same on every rank.
+        """
         n_tokens = int(experience.mask[list(minibatch.samples)].sum())
         mine = minibatch.ranks[self._rank]
         for index, micro_batch in enumerate(mine):
@@ -315,6 +325,7 @@ class LearnerRank:
                 f"lr_{engine.name}": Ratio(lr, 1.0),
             }
         )
+        return outcome.stepped
 
     def _policy_loss(self, engine: TrainEngine, inputs: ModelInputs, part: Experience) -> TokenLoss:
         logprobs, _ = engine(inputs)

@@ -70,7 +70,7 @@ class EngineConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.85, description="Share of a GPU's memory an engine may take (cuda only)."
     )
-    cpu_kv_cache_gib: PositiveInt = Field(1, description="KV cache of an engine in GiB (cpu only).")
+    cpu_kv_cache_gib: Positive = Field(1.0, description="KV cache of an engine in GiB (cpu only).")
     cpu_threads: PositiveInt = Field(1, description="OpenMP threads of an engine (cpu only).")
     enforce_eager: bool = Field(True, description="Start without compiling or capturing graphs.")
     prefix_caching: bool = Field(False, description="Share the KV cache of equal prompt beginnings.")
@@ -318,6 +318,12 @@ class Config(Section):
             yield (
                 f"learner.minibatches {self.learner.minibatches} exceeds the {samples} samples of a batch "
                 "(queue.groups_per_batch x rollout.samples_per_prompt)"
+            )
+        if self.rollout.timeout_s >= self.queue.group_deadline_s:
+            yield (
+                f"rollout.timeout_s {self.rollout.timeout_s:g} must be below queue.group_deadline_s "
+                f"{self.queue.group_deadline_s:g}: a worker that hangs is ended by its own deadline, before its groups "
+                "are issued again"
             )
         if self.evaluation is not None and self.data.eval_prompts is None:
             yield "evaluation does nothing without data.eval_prompts; name the file or remove the section"

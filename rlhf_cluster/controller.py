@@ -466,7 +466,7 @@ def _unusable(member: ScoredRollout) -> str | None:
         return "behaviour_logprobs"
     if not np.isfinite(member.ref_logprobs).all():
         return "ref_logprobs"
-    return None if np.isfinite(member.score) else "score"
+    return None if np.isfinite(member.score) else member.unscorable or "score"
 
 
 async def _cancel(tasks: list[asyncio.Future[Any]]) -> None:

@@ -141,6 +141,8 @@ class ScoredRollout:
     score: float
     score_components: Mapping[str, float]
     ref_logprobs: Floats = field(repr=False)
+    unscorable: str | None = None
+    """Why the score is NaN, in the scorer's words (a closed set); None when there is a score."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ref_logprobs", np.asarray(self.ref_logprobs, dtype=np.float32))

@@ -27,8 +27,8 @@ from rlhf_cluster.demo.report import compare, verdict
 from rlhf_cluster.progress import ProgressView
 
 CONFIG = Path("configs/demo_smollm2.yaml")
-# Prompts and answers for the preference pairs: about 34,000 tokens.
-PAIR_PROMPTS = 160
+# Prompts and answers for the preference pairs: about 42,000 tokens.
+PAIR_PROMPTS = 200
 PAIR_ANSWERS = 4
 
 

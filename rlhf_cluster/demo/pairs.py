@@ -12,7 +12,7 @@ from rlhf_cluster.rewards.friendly import friendly_and_complete
 from rlhf_cluster.types import FinishReason, Prompt
 
 # Pairs whose truth is nearer than this teach the head mostly noise.
-MARGIN = 0.5
+MARGIN = 0.75
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def verdict(folder: Path, config: Config, pair_accuracy: float) -> list[str]:
         f"reward-model score rose by {rise:.2f} of its initial std over prompts, under {MIN_SCORE_RISE_STDS}": (
             rise >= MIN_SCORE_RISE_STDS
         ),
-        f"true rule score fell from {before['component_rule']:.3f} to {after['component_rule']:.3f}": (
+        f"true rule score did not rise: from {before['component_rule']:.3f} to {after['component_rule']:.3f}": (
             after["component_rule"] > before["component_rule"]
         ),
         f"KL to the reference is {after['kl_reference_k3']:.3f} nats a token, over {MAX_KL_NATS}": (

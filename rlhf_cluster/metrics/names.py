@@ -25,7 +25,10 @@ TOKEN_STAGES: Final = ("generated", "scored", "trained")
 TIMED_STAGES: Final = ("rollout", "score", "wait", "train", "publish")
 MODELS: Final = ("policy", "critic")
 RESTART_KINDS: Final = ("rollout_worker", "reward_scorer", "reference_scorer", "learner")
-UNSCORABLE_REASONS: Final = ("score", "ref_logprobs", "behaviour_logprobs", "too_long", "empty", "other")
+UNSCORABLE_REASONS: Final = (
+    *("too_long", "unrenderable", "function_error", "not_finite"),  # what the reward scorer says
+    *("score", "ref_logprobs", "behaviour_logprobs", "other"),  # what the controller finds
+)
 ATTEMPT_STATES: Final = (
     ("dispatched", "none"),
     ("trained", "none"),

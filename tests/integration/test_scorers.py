@@ -13,7 +13,7 @@ import ray
 
 from actors.reference_scorer import ReferenceScorer
 from actors.reward_scorer import RewardScorer
-from actors.scorer_pool import ScorerPool
+from actors.scorer_pool import NoScorersLeft, ScorerPool
 from rlhf_cluster.config import ModelConfig, RewardConfig, ScorerConfig
 from rlhf_cluster.protocols import Scorer, WorkerFailed
 from rlhf_cluster.types import Prompt, Rollout, Sampling, VersionSpan
@@ -88,7 +88,7 @@ def test_pool_scores_like_the_plain_classes_and_names_who_is_late_or_dead(model)
                 np.testing.assert_allclose(scored.ref_logprobs, reference, atol=1e-3)
         assert set(pool.unscorable.values()) == {0}
         await pool.close()
-        with pytest.raises(WorkerFailed, match="no scorer is left alive: reward scorer 0, reward scorer 1"):
+        with pytest.raises(NoScorersLeft, match="reward scorer 0: it was closed; reward scorer 1: it was closed"):
             await pool.score(prompt(), members)
 
     asyncio.run(run())
@@ -101,6 +101,7 @@ def test_unscorable_rollouts_come_back_as_nan_and_are_counted(model):
         scored = await pool.score(prompt(), rollouts(3))
         assert all(math.isnan(member.score) for member in scored) and not any(member.finite for member in scored)
         assert [member.score_components["chars"] for member in scored] == [2.0, 3.0, 4.0]
+        assert [member.unscorable for member in scored] == ["too_long"] * 3
         assert pool.unscorable == {"too_long": 3, "unrenderable": 0, "function_error": 0, "not_finite": 0}
         await pool.close()
 
@@ -118,7 +119,7 @@ def test_a_late_scorer_is_named_and_a_dead_one_is_a_worker_failure_until_none_is
         assert time.monotonic() - started < 10
         with pytest.raises(WorkerFailed, match="reward scorer 0 failed in score"):
             await pool.score(prompt("die"), rollouts(1))
-        with pytest.raises(WorkerFailed, match="no scorer is left alive: reward scorer 0"):
+        with pytest.raises(NoScorersLeft, match="no scorer is left alive: reward scorer 0: ActorDiedError"):
             await pool.score(prompt(), rollouts(1))
         await pool.close()
 

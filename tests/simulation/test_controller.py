@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.metrics.recorder import MetricsRecorder
-from rlhf_cluster.protocols import WorkerFailed
+from rlhf_cluster.protocols import PublishReport, WorkerFailed
 from rlhf_cluster.types import Prompt
 from tests.fakes import FakeLearner, FakeScorer, FakeWorkers
 
@@ -158,6 +159,31 @@ def test_unscorable_groups_are_left_out_whole_and_counted() -> None:
     run = Run(settings=replace(SETTINGS, steps=4, max_unscorable_fraction=0.5), scorer=scorer)()
     assert "0:p3" not in run.trained()
     assert run.learner.version == 4
+
+
+def test_the_reason_that_a_scorer_gives_is_the_one_that_is_counted() -> None:
+    class TooLong(FakeScorer):
+        async def score(self, prompt: Any, rollouts: Any) -> Any:
+            members = await super().score(prompt, rollouts)
+            if prompt.prompt_id != "p3":
+                return members
+            return [replace(member, score=float("nan"), unscorable="too_long") for member in members]
+
+    run = Run(settings=replace(SETTINGS, steps=4, max_unscorable_fraction=0.5), scorer=TooLong())()
+    counters = run.recorder.state_dict()["counters"]
+    assert counters['rlhf_unscorable_total{reason="too_long"}'] == 2
+    assert counters['rlhf_unscorable_total{reason="score"}'] == 0
+
+
+def test_a_publication_that_no_worker_takes_ends_the_run_with_its_cause_and_not_with_a_deadline() -> None:
+    class Refusing(FakeWorkers):
+        async def publish(self, snapshot: Any) -> Any:
+            return PublishReport(snapshot.version, (), {0: "checksum of lm_head differs"}, 0.0, 0.0)
+
+    started = time.monotonic()
+    with pytest.raises(RunFailed, match=r"no rollout worker took version 1.*checksum of lm_head differs"):
+        Run(workers=Refusing(), deadline_s=8.0, max_staleness=0)()
+    assert time.monotonic() - started < 5
 
 
 def test_too_many_unscorable_rollouts_end_the_run_with_the_reason() -> None:

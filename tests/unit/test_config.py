@@ -46,6 +46,7 @@ def test_all_four_named_configs_ship() -> None:
         ("algorithm.kl.target=0.1", ["do nothing", "controller: adaptive"]),
         ("publish.backend=nccl", ["publish.backend", "cluster.device: cuda"]),
         ("rollout.engine.tensor_parallel=2", ["rollout.engine.tensor_parallel", "cluster.device: cuda"]),
+        ("queue.group_deadline_s=60", ["rollout.timeout_s 90", "queue.group_deadline_s 60"]),
         ("learner.minibatches=9", ["learner.minibatches 9", "8 samples"]),
         ("model.reward=null", ["kind: model", "model.reward"]),
         ("data.eval_prompts=x.jsonl", ["data.eval_prompts", "evaluation"]),

@@ -68,3 +68,9 @@ def test_the_record_holds_prompt_and_answer_in_clear() -> None:
     assert record["answers"][0]["prompt"] == "question 0"
     assert record["answers"][0]["answer"] == "6 ids"
     assert len(record["answers"]) == 12
+
+
+def test_the_wait_for_a_free_worker_has_a_deadline_that_names_the_workers() -> None:
+    sampler = Sampler(FakeWorkers(capacity=0), SystemClock(), seed=3, temperature=1.0, max_new_tokens=8, timeout_s=0.1)
+    with pytest.raises(TimeoutError, match=r"no rollout worker came free within 0.1 s \(worker 0 busy\)"):
+        asyncio.run(sampler.sample(PROMPTS[0], 1, label="x"))

@@ -9,7 +9,7 @@ import pytest
 
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import load_config
-from rlhf_cluster.diagnosis.preflight import PreflightError, check_model_folders, check_run_folder
+from rlhf_cluster.diagnosis.preflight import PreflightError, check_learner_layout, check_model_folders, check_run_folder
 from rlhf_cluster.run_folder import RunFolder
 
 
@@ -83,3 +83,11 @@ def test_evaluations_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     folder = RunFolder.open(config_for(tmp_path), resume="auto")
     path = folder.write_evaluation("before", {"answers": []})
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_checkpoint_of_another_layout_is_refused_by_key_before_anything_starts(tmp_path: Path) -> None:
+    layout = {"learner.ranks": 2, "learner.zero_stage": 1, "model.dtype": "float32"}
+    (tmp_path / "learner.json").write_text(json.dumps({"layout": layout}))
+    check_learner_layout(tmp_path, config_for(tmp_path))
+    with pytest.raises(PreflightError, match=r"learner\.ranks is 1 but the checkpoint was saved with 2"):
+        check_learner_layout(tmp_path, config_for(tmp_path, "learner.ranks=1"))
