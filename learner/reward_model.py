@@ -3,6 +3,9 @@
 The result is a standard Hugging Face sequence classifier with one label, the start of the critic as well. Because it
 has no bias, the head is kept orthogonal to the mean feature, so that scores have mean 0 over the training answers;
 they are scaled to standard deviation 1.
+
+Accuracy is cross-validated by prompt: each fold of the prompts is judged by a head that saw nothing of them, the
+strength of its penalty included, so every pair is held out once. The head that is saved is fitted on all pairs.
 """
 
 from __future__ import annotations
@@ -35,12 +38,14 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class RewardFit:
-    """What was fitted. Accuracies are shares of pairs whose chosen answer scores higher, by the weights as saved."""
+    """What was fitted. Accuracies are shares of the pairs whose chosen answer scores higher.
+
+    ``held_out_accuracy``: each pair by a head fitted without its prompt. ``train_accuracy``: by the weights as saved.
+    """
 
     train_accuracy: float
     held_out_accuracy: float
-    train_pairs: int
-    held_out_pairs: int
+    pairs: int
     l2: float
     feature_tokens: int
     feature_seconds: float
@@ -74,7 +79,7 @@ def fit_reward_head(
     attention: str = "sdpa",
     batch_tokens: int = 4096,
     max_tokens: int = 2048,
-    held_out_fraction: float = 0.2,
+    folds: int = 5,
     seed: int = 0,
     device: str = "cpu",
     trust_remote_code: bool = False,
@@ -82,16 +87,16 @@ def fit_reward_head(
 ) -> RewardFit:
     """Fit the head on ``pairs`` and save the reward model with its tokenizer as the folder ``output``.
 
-    Prompts, not pairs, are split, so no held-out prompt was trained on. The strength of the L2 penalty is the one with
-    the least loss on a fifth of the training prompts; the head is then fitted on all of them.
+    Prompts, not pairs, are split into folds, so no held-out prompt was trained on. The strength of the L2 penalty is
+    the one with the least cross-validated loss.
 
     Args:
         base: folder of an instruct model; its chat template renders the pairs.
         batch_tokens: most tokens (padding included) in one forward.
-        held_out_fraction: share of the prompts kept for ``held_out_accuracy``.
+        folds: parts the prompts are cut into for ``held_out_accuracy``.
 
     Raises:
-        ValueError: fewer than five prompts, an answer over ``max_tokens``, an ``output`` that exists, or features
+        ValueError: fewer prompts than folds, an answer over ``max_tokens``, an ``output`` that exists, or features
             that are not finite or do not tell the answers apart.
     """
     output = Path(output)
@@ -100,8 +105,7 @@ def fit_reward_head(
     report: Progress = progress or (lambda stage, done, total: None)
     tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
     indexed, conversations = _render(pairs, ChatRenderer(tokenizer), max_tokens)
-    train_groups, held_out_groups = _split(range(int(indexed.group.max()) + 1), held_out_fraction, seed)
-    train, held_out = indexed.of(train_groups), indexed.of(held_out_groups)
+    parts = _folds(indexed.group.tolist(), folds, seed)
 
     model = AutoModelForSequenceClassification.from_pretrained(
         base, num_labels=1, dtype=DTYPES[dtype], attn_implementation=attention, trust_remote_code=trust_remote_code
@@ -113,8 +117,9 @@ def fit_reward_head(
     if not bool(features.isfinite().all()):
         raise ValueError(f"{base} gives features that are not finite in {dtype}; use dtype float32")
 
-    head, l2 = _fit_and_choose(features, train, seed, report)
-    spread = float((features[train.rows()] @ head).std(correction=0))
+    l2 = choose_l2(features, indexed, folds, seed)
+    head = fit_bradley_terry(features, indexed, l2)
+    spread = float((features[indexed.rows()] @ head).std(correction=0))
     if not spread > 1e-12:
         raise ValueError(f"the features of {base} do not tell the chosen answers from the rejected ones")
     head = (head / spread).to(DTYPES[dtype])
@@ -122,10 +127,9 @@ def fit_reward_head(
     _save(model, tokenizer, output)
     saved = features @ head.double()  # as rounded
     return RewardFit(
-        train_accuracy=_accuracy(saved, train),
-        held_out_accuracy=_accuracy(saved, held_out),
-        train_pairs=len(train),
-        held_out_pairs=len(held_out),
+        train_accuracy=_accuracy(saved, indexed),
+        held_out_accuracy=_held_out_accuracy(features, indexed, parts, folds, seed, report),
+        pairs=len(indexed),
         l2=l2,
         feature_tokens=sum(map(len, conversations)),
         feature_seconds=seconds,
@@ -150,18 +154,21 @@ def _render(
             )
         group = groups.setdefault(tuple(renderer.prompt_ids(pair.messages)), len(groups))
         indexed.append((rows.setdefault(chosen, len(rows)), rows.setdefault(rejected, len(rows)), group))
-    if len(groups) < 5:
-        raise ValueError(f"a reward model needs pairs of at least 5 prompts to hold some out, got {len(groups)}")
     chosen_rows, rejected_rows, group_of = torch.tensor(indexed, dtype=torch.long).unbind(dim=1)
     return _Pairs(chosen_rows, rejected_rows, group_of), list(rows)
 
 
-def _split(groups: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """(kept, taken out): ``fraction`` of the groups at random, at least one and never all."""
-    shuffled = list(groups)
+def _folds(groups: Sequence[int], count: int, seed: int) -> list[list[int]]:
+    """The distinct groups (prompts) at random in ``count`` parts whose sizes differ by at most one."""
+    shuffled = sorted(set(groups))
+    if len(shuffled) < count:
+        raise ValueError(f"a reward model needs pairs of at least {count} prompts, one a fold; got {len(shuffled)}")
     random.Random(seed).shuffle(shuffled)
-    taken = min(max(1, round(fraction * len(shuffled))), len(shuffled) - 1)
-    return shuffled[taken:], shuffled[:taken]
+    return [shuffled[start::count] for start in range(count)]
+
+
+def _without(folds: Sequence[Sequence[int]], left_out: int) -> list[int]:
+    return [group for index, fold in enumerate(folds) if index != left_out for group in fold]
 
 
 @torch.inference_mode()
@@ -188,18 +195,29 @@ def _last_token_features(
     return features
 
 
-def _fit_and_choose(features: Tensor, train: _Pairs, seed: int, report: Progress) -> tuple[Tensor, float]:
-    """The head (H,) float64 fitted on all training pairs, with the L2 strength that validated best."""
-    groups = sorted(set(train.group.tolist()))
-    fit_groups, validation_groups = _split(groups, 0.2, seed + 1)
-    fit, validation = train.of(fit_groups), train.of(validation_groups)
-    losses = {}
-    for done, l2 in enumerate(L2_GRID, start=1):
-        scores = features @ fit_bradley_terry(features, fit, l2)
-        losses[l2] = _loss(scores, validation)
-        report("fitting the head (strengths of the L2 penalty)", done, len(L2_GRID))
-    l2 = min(losses, key=lambda strength: losses[strength])
-    return fit_bradley_terry(features, train, l2), l2
+def _held_out_accuracy(
+    features: Tensor, pairs: _Pairs, parts: Sequence[Sequence[int]], folds: int, seed: int, report: Progress
+) -> float:
+    right = 0.0
+    for index, part in enumerate(parts):
+        seen, held_out = pairs.of(_without(parts, index)), pairs.of(part)
+        # The inner folds are as many as the prompts that are left allow.
+        inner = min(folds, len(set(seen.group.tolist())))
+        head = fit_bradley_terry(features, seen, choose_l2(features, seen, inner, seed + 1))
+        right += _accuracy(features @ head, held_out) * len(held_out)
+        report("judging held-out prompts (folds)", index + 1, len(parts))
+    return right / len(pairs)
+
+
+def choose_l2(features: Tensor, pairs: _Pairs, folds: int, seed: int) -> float:
+    """The strength of the penalty with the least loss over pairs of prompts that the head did not see."""
+    parts = _folds(pairs.group.tolist(), folds, seed)
+    losses = dict.fromkeys(L2_GRID, 0.0)
+    for index, part in enumerate(parts):
+        seen, held_out = pairs.of(_without(parts, index)), pairs.of(part)
+        for l2 in L2_GRID:
+            losses[l2] += _loss(features @ fit_bradley_terry(features, seen, l2), held_out) * len(held_out)
+    return min(losses, key=lambda strength: losses[strength])
 
 
 def fit_bradley_terry(features: Tensor, pairs: _Pairs, l2: float) -> Tensor:

@@ -70,7 +70,7 @@ def reward_model(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     attention: Annotated[str, typer.Option(help="eager, sdpa or flash_attention_2.")] = "sdpa",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the held-out split.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the folds of the held-out accuracy.")] = 0,
 ) -> None:
     """Fit a scalar reward head on frozen features of BASE to preference pairs."""
     from rlhf_cluster import launch

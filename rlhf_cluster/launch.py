@@ -245,13 +245,13 @@ def fit_reward_model(
     with ProgressView() as view:
         fit = fit_reward_head(base, preferences, out, dtype=dtype, attention=attention, seed=seed, progress=view.update)
     print(
-        f"reward model {out}: pair accuracy {fit.held_out_accuracy:.3f} held out ({fit.held_out_pairs} pairs), "
-        f"{fit.train_accuracy:.3f} on {fit.train_pairs} training pairs"
+        f"reward model {out}: {fit.held_out_accuracy:.3f} of {fit.pairs} pairs ranked right when their "
+        f"prompt was held out, {fit.train_accuracy:.3f} after training on all"
     )
     report = {
         "held_out_accuracy": fit.held_out_accuracy,
-        "held_out_pairs": fit.held_out_pairs,
         "train_accuracy": fit.train_accuracy,
-        "train_pairs": fit.train_pairs,
+        "pairs": fit.pairs,
+        "l2": fit.l2,
     }
     (out / "pair_accuracy.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -54,7 +54,8 @@ def run(out: Path, overrides: list[str]) -> None:
             _fit_reward_model(config, models / "smollm2", pairs, models / "reward")
     accuracy = json.loads((models / "reward" / "pair_accuracy.json").read_text())
     console.print(
-        f"reward model: {accuracy['held_out_accuracy']:.3f} of {accuracy['held_out_pairs']} held-out pairs ranked right"
+        f"reward model: {accuracy['held_out_accuracy']:.3f} of {accuracy['pairs']} pairs ranked right, "
+        "each by a head that had not seen its prompt"
     )
     with _stage(console, 4, f"train {config.run.steps} steps of asynchronous PPO"):
         launch.train(config, resume="auto")
