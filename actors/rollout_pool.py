@@ -66,6 +66,7 @@ class RolloutPool:
         self._capacity = max(1, engine.max_num_seqs // config.rollout.samples_per_prompt)
         self._slots: list[_Slot] = []
         self._first_cause: str | None = None
+        self._answered = False
 
     async def start(self, timeout_s: float) -> None:
         """Create all workers side by side and wait until each serves the initial policy as version 0.
@@ -128,6 +129,9 @@ class RolloutPool:
             rollouts: list[Rollout] = await self._call(
                 slot, slot.handle.generate.remote(request), self._config.rollout.timeout_s, f"group {request.group_id}"
             )
+            if not self._answered:
+                self._answered = True
+                log.info("the first rollouts left %s", slot.name)
             return rollouts
         except TimeoutError as error:
             self._put_down(slot, str(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from actors.reward_scorer import UNSCORABLE, Reward
+from actors.reward_scorer import Reward
 from rlhf_cluster.config import ModelConfig, RewardConfig, ScorerConfig
 from rlhf_cluster.protocols import WorkerFailed
 from rlhf_cluster.types import Floats, Prompt, Rollout, ScoredRollout
@@ -94,7 +93,6 @@ class ScorerPool:
         self._options = {**_RESTARTS, **(actor_options or {})}
         self._rewards: list[_Replica] = []
         self._references: list[_Replica] = []
-        self._unscorable: Counter[str] = Counter({reason: 0 for reason in UNSCORABLE})
 
     async def start(self, timeout_s: float) -> None:
         """Create all replicas side by side and wait until each has loaded its model.
@@ -130,16 +128,10 @@ class ScorerPool:
         )
         _check_rewards(reward_scorer.name, rollouts, rewards)
         _check_logprobs(reference_scorer.name, rollouts, logprobs)
-        self._unscorable.update(reward.reason for reward in rewards if reward.reason is not None)
         return [
             ScoredRollout(rollout, reward.score, reward.components, ref_logprobs, reward.reason)
             for rollout, reward, ref_logprobs in zip(rollouts, rewards, logprobs, strict=True)
         ]
-
-    @property
-    def unscorable(self) -> Mapping[str, int]:
-        """Rollouts without a score so far, by reason (the closed set ``reward_scorer.UNSCORABLE``)."""
-        return dict(self._unscorable)
 
     async def close(self) -> None:
         """End every replica. Calls in flight fail."""

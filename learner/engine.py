@@ -117,7 +117,6 @@ class TrainEngine:
         self.zero_stage = config.zero_stage
         self.schedule = WarmupSchedule(lr, math.ceil(config.warmup_fraction * total_optimizer_steps))
         self.accumulating = False
-        self._grad_clip = config.grad_clip
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
         self.deepspeed, *_ = deepspeed.initialize(

@@ -14,7 +14,6 @@ import math
 import os
 import random
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +46,6 @@ class RewardFit:
     held_out_accuracy: float
     pairs: int
     l2: float
-    feature_tokens: int
-    feature_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +108,7 @@ def fit_reward_head(
         base, num_labels=1, dtype=DTYPES[dtype], attn_implementation=attention, trust_remote_code=trust_remote_code
     ).to(device)
     model.eval().requires_grad_(False)
-    started = time.monotonic()
     features = _last_token_features(model, conversations, batch_tokens, report)
-    seconds = time.monotonic() - started
     if not bool(features.isfinite().all()):
         raise ValueError(f"{base} gives features that are not finite in {dtype}; use dtype float32")
 
@@ -131,8 +126,6 @@ def fit_reward_head(
         held_out_accuracy=_held_out_accuracy(features, indexed, parts, folds, seed, report),
         pairs=len(indexed),
         l2=l2,
-        feature_tokens=sum(map(len, conversations)),
-        feature_seconds=seconds,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_cluster.config import RolloutConfig
 from rlhf_cluster.protocols import Clock, Generator, RolloutRequest, Scorer, WorkerSlot
 from rlhf_cluster.seeds import derive_seed
 from rlhf_cluster.types import Prompt, Ratio, Rollout, Sampling, ScoredRollout
@@ -80,26 +81,26 @@ class Sampler:
     """Samples answers outside training, with seeds that depend on (seed, label, prompt, answer) and nothing else.
 
     Args:
-        seed: the run's seed. temperature, max_new_tokens: as in training.
-        timeout_s: seconds to wait for a free worker.
+        rollout: temperature and length as in training; its deadline also bounds the wait for a free worker.
+        seed: the run's seed.
+        max_new_tokens: a shorter limit than that of ``rollout``, or None.
     """
 
     def __init__(
         self,
         generator: Generator,
         clock: Clock,
+        rollout: RolloutConfig,
         *,
         seed: int,
-        temperature: float,
-        max_new_tokens: int,
-        timeout_s: float,
+        max_new_tokens: int | None = None,
     ) -> None:
         self._generator = generator
         self._clock = clock
         self._seed = seed
-        self._temperature = temperature
-        self._max_new_tokens = max_new_tokens
-        self._timeout_s = timeout_s
+        self._temperature = rollout.temperature
+        self._max_new_tokens = min(rollout.max_new_tokens, max_new_tokens or rollout.max_new_tokens)
+        self._timeout_s = rollout.timeout_s
         self._turn = asyncio.Lock()
 
     async def sample(self, prompt: Prompt, n: int, *, label: str) -> list[Rollout]:

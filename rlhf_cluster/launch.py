@@ -171,14 +171,7 @@ def evaluate_folder(config: Config, policy: Path | None) -> None:
             try:
                 await fleet.ready("rollout workers", "scorers")
                 view.phase("evaluating")
-                sampler = Sampler(
-                    fleet.pool,
-                    SystemClock(),
-                    seed=config.run.seed,
-                    temperature=config.rollout.temperature,
-                    max_new_tokens=config.rollout.max_new_tokens,
-                    timeout_s=config.rollout.timeout_s,
-                )
+                sampler = Sampler(fleet.pool, SystemClock(), config.rollout, seed=config.run.seed)
                 result = await evaluate(
                     inputs.held_out, sampler=sampler, scorer=fleet.scorers, samples_per_prompt=answers
                 )
@@ -202,14 +195,7 @@ def sample_answers(
         fleet = Fleet(config, with_scorers=False, with_learner=False)
         try:
             await fleet.ready("rollout workers")
-            sampler = Sampler(
-                fleet.pool,
-                SystemClock(),
-                seed=config.run.seed,
-                temperature=config.rollout.temperature,
-                max_new_tokens=config.rollout.max_new_tokens,
-                timeout_s=config.rollout.timeout_s,
-            )
+            sampler = Sampler(fleet.pool, SystemClock(), config.rollout, seed=config.run.seed)
 
             answered = 0
 

@@ -95,7 +95,7 @@ class TrainingRun:
             fleet = start_fleet()
             try:
                 step = await self._prepare(fleet)
-                controller = self._controller(fleet, step)
+                controller = self._controller(fleet, step, self._sample_writer(stack))
                 signals.on_first = controller.stop
                 view.phase("training")
                 await controller.run()
@@ -162,7 +162,7 @@ class TrainingRun:
             self._recorder.weights_published(report)
         return self._saved_step
 
-    def _controller(self, fleet: Fleet, step: int) -> Controller:
+    def _controller(self, fleet: Fleet, step: int, on_batch: Callable[[int, TrainBatch], None] | None) -> Controller:
         config = self._config
 
         async def after_step(done: int) -> None:
@@ -191,15 +191,17 @@ class TrainingRun:
             step=step,
             after_step=after_step,
             after_first_publication=lambda: self._self_check(fleet),
-            on_batch=self._sample_writer(),
+            on_batch=on_batch,
         )
 
-    def _sample_writer(self) -> Callable[[int, TrainBatch], None] | None:
+    def _sample_writer(self, stack: contextlib.ExitStack) -> Callable[[int, TrainBatch], None] | None:
         per_step = self._config.metrics.samples_per_step
         if not per_step:
             return None
         self._view.message(f"answers in clear go to {self._folder.samples} (metrics.samples_per_step {per_step})")
-        return SampleWriter(self._folder.samples, per_step=per_step, decode=self._inputs.decode).write
+        writer = SampleWriter(self._folder.samples, per_step=per_step, decode=self._inputs.decode)
+        stack.callback(writer.close)
+        return writer.write
 
     async def _save(self, fleet: Fleet, step: int) -> None:
         if step == self._saved_step:
@@ -215,7 +217,7 @@ class TrainingRun:
             return
         result = await evaluate(
             self._inputs.held_out,
-            sampler=self._sampler(fleet, self._config.rollout.max_new_tokens),
+            sampler=self._sampler(fleet),
             scorer=fleet.scorers,
             samples_per_prompt=self._config.evaluation.samples_per_prompt,
         )
@@ -224,7 +226,7 @@ class TrainingRun:
 
     async def _self_check(self, fleet: Fleet) -> None:
         """Engine and learner must agree about a few fresh rollouts (see ``diagnosis.self_check``)."""
-        sampler = self._sampler(fleet, min(_SELF_CHECK_TOKENS, self._config.rollout.max_new_tokens))
+        sampler = self._sampler(fleet, _SELF_CHECK_TOKENS)
         label = f"self-check at version {fleet.learner.version}"
         prompts = self._inputs.train[:_SELF_CHECK_PROMPTS]
         groups = await asyncio.gather(*(sampler.sample(prompt, 1, label=label) for prompt in prompts))
@@ -239,12 +241,11 @@ class TrainingRun:
         )
         self._view.message(f"{label}: engine and learner differ by {mean:.4f} nats a token")
 
-    def _sampler(self, fleet: Fleet, max_new_tokens: int) -> Sampler:
+    def _sampler(self, fleet: Fleet, max_new_tokens: int | None = None) -> Sampler:
         return Sampler(
             fleet.pool,
             self._clock,
+            self._config.rollout,
             seed=self._config.run.seed,
-            temperature=self._config.rollout.temperature,
             max_new_tokens=max_new_tokens,
-            timeout_s=self._config.rollout.timeout_s,
         )

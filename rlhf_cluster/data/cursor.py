@@ -101,11 +101,6 @@ class PromptCursor:
             del self._orders[epoch]
 
     @property
-    def n_consumed(self) -> int:
-        """Issues consumed since the run began."""
-        return self._frontier + len(self._ahead)
-
-    @property
     def done(self) -> bool:
         """True when every epoch is consumed."""
         return self._epochs is not None and self._frontier >= self._epochs * len(self._prompts)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tests.distributed.learner_ranks import make_batch, make_spec, spawn_ranks
-from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 STAGES = (0, 1, 2, 3)
 SPLITS = {"one micro-batch": 10_000, "several micro-batches": 20}
@@ -131,14 +130,6 @@ def _one_rank(rank: int, folder: Path) -> dict[str, Any]:
             spec = make_spec(folder, folder / f"o{stage}", zero_stage=stage, minibatches=2, micro_batch_tokens=tokens)
             out[(stage, split)] = _train_twice(spec, rank, 1)
     return out
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("learner")
-    build_tiny_policy(folder / "policy")
-    build_tiny_reward_model(folder / "reward")
-    return folder
 
 
 @pytest.fixture(scope="module")

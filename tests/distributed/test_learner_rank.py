@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from tests.distributed.learner_ranks import make_batch, make_spec, spawn_ranks
 from tests.fakes import RecordingBroadcast
-from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 CHECKPOINTS = ((0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "float32"))
 
@@ -168,14 +167,6 @@ def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         out["refused"] = str(error)
     other.close()
     return out
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("learner")
-    build_tiny_policy(folder / "policy")
-    build_tiny_reward_model(folder / "reward")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from actors.rollout_worker import (
-    RolloutWorker,
+from actors.engine_arguments import (
     checkpoint_weight_names,
     engine_arguments,
     engine_environment,
@@ -22,8 +21,8 @@ from actors.rollout_worker import (
     nccl_update_info,
     neutral_sampling,
     stop_token_ids,
-    version_spans,
 )
+from actors.rollout_worker import RolloutWorker, version_spans
 from rlhf_cluster.config import EngineConfig, PublishConfig
 from rlhf_cluster.protocols import RolloutRequest
 from rlhf_cluster.types import Prompt, Sampling

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from rlhf_cluster.clock import SystemClock
+from rlhf_cluster.config import RolloutConfig
 from rlhf_cluster.evaluation import Evaluation, Sampler, evaluate
 from rlhf_cluster.protocols import WeightSnapshot
 from rlhf_cluster.types import Prompt
 from tests.fakes import FakeScorer, FakeWorkers
 
+ROLLOUT = RolloutConfig(max_new_tokens=8, timeout_s=5.0)
 PROMPTS = [Prompt(f"p{index}", (1, index), f"question {index}") for index in range(6)]
 
 
 def run(workers: FakeWorkers, scorer: FakeScorer) -> Evaluation:
-    sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8, timeout_s=5.0)
+    sampler = Sampler(workers, SystemClock(), ROLLOUT, seed=3)
     return asyncio.run(evaluate(PROMPTS, sampler=sampler, scorer=scorer, samples_per_prompt=2))
 
 
@@ -53,7 +55,7 @@ def test_weights_that_change_meanwhile_fail_the_evaluation() -> None:
     workers = FakeWorkers(seconds=lambda request: 0.02)
 
     async def change() -> None:
-        sampler = Sampler(workers, SystemClock(), seed=3, temperature=1.0, max_new_tokens=8, timeout_s=5.0)
+        sampler = Sampler(workers, SystemClock(), ROLLOUT, seed=3)
         running = asyncio.create_task(evaluate(PROMPTS, sampler=sampler, scorer=FakeScorer(), samples_per_prompt=1))
         await asyncio.sleep(0.01)
         await workers.publish(WeightSnapshot(1, Path("x"), {}))
@@ -71,6 +73,14 @@ def test_the_record_holds_prompt_and_answer_in_clear() -> None:
 
 
 def test_the_wait_for_a_free_worker_has_a_deadline_that_names_the_workers() -> None:
-    sampler = Sampler(FakeWorkers(capacity=0), SystemClock(), seed=3, temperature=1.0, max_new_tokens=8, timeout_s=0.1)
+    sampler = Sampler(FakeWorkers(capacity=0), SystemClock(), RolloutConfig(timeout_s=0.1), seed=3)
     with pytest.raises(TimeoutError, match=r"no rollout worker came free within 0.1 s \(worker 0 busy\)"):
         asyncio.run(sampler.sample(PROMPTS[0], 1, label="x"))
+
+
+def test_a_probe_may_be_shorter_than_an_answer_but_never_longer() -> None:
+    for limit, expected in ((None, 8), (3, 3), (100, 8)):
+        workers = FakeWorkers()
+        sampler = Sampler(workers, SystemClock(), ROLLOUT, seed=3, max_new_tokens=limit)
+        asyncio.run(sampler.sample(PROMPTS[0], 2, label="probe"))
+        assert {sampling.max_new_tokens for sampling in workers.requests[0].sampling} == {expected}

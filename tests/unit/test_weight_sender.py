@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.rollout_worker import nccl_init_info
+from actors.engine_arguments import nccl_init_info
 from actors.weight_sender import NcclBroadcast, _Weights
 from rlhf_cluster.config_io import load_config
 
