@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learner.schedule import Schedule
 from rlhf_cluster.config import LearnerConfig
 
 logger = logging.getLogger(__name__)
@@ -45,20 +46,6 @@ class StepOutcome:
 
     stepped: bool
     grad_norm: float
-
-
-@dataclass(slots=True)
-class WarmupSchedule:
-    """Linear warm-up to ``peak``, then constant. ``applied`` counts real steps: a skipped one does not advance it."""
-
-    peak: float
-    warmup_steps: int
-    applied: int = 0
-
-    @property
-    def next_lr(self) -> float:
-        """The rate of the next step; the first of w warm-up steps has peak / w, step w and all later ones peak."""
-        return self.peak * min(1.0, (self.applied + 1) / self.warmup_steps) if self.warmup_steps else self.peak
 
 
 def init_distributed(*, backend: str, rank: int, world_size: int, host: str, port: int, timeout_s: float) -> None:
@@ -98,9 +85,9 @@ class TrainEngine:
     Args:
         model: on its device, in ``dtype``, the same on every rank.
         lr: peak learning rate.
-        total_optimizer_steps: steps the whole run plans; ``config.warmup_fraction`` of them is the warm-up.
+        total_optimizer_steps: steps the whole run plans; the schedule spreads over them.
         dtype: torch.bfloat16 (float32 master weights) or torch.float32.
-        name: "policy" or "critic", for messages.
+        name: "policy" or "critic": whose decay it takes, and what messages call it.
     """
 
     def __init__(
@@ -115,7 +102,13 @@ class TrainEngine:
     ) -> None:
         self.name = name
         self.zero_stage = config.zero_stage
-        self.schedule = WarmupSchedule(lr, math.ceil(config.warmup_fraction * total_optimizer_steps))
+        self.schedule = Schedule(
+            lr,
+            warmup_steps=math.ceil(config.warmup_fraction * total_optimizer_steps),
+            total_steps=total_optimizer_steps,
+            decay=config.policy_decay if name == "policy" else config.critic_decay,
+            final_fraction=config.final_lr_fraction,
+        )
         self.accumulating = False
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

@@ -1,8 +1,9 @@
-"""Policy and critic forward passes over padded micro-batches: log-probs, entropy and values of response tokens.
+"""Policy and critic forward passes over padded or packed micro-batches: log-probs, entropy, KL and values of response
+tokens.
 
-Shapes: B rows, L padded prompt + response tokens, T padded response tokens, N response tokens of the micro-batch, H
-hidden size, V vocabulary. Rows are padded on the right, with explicit position ids and attention mask, so the result of
-a row does not depend on its neighbours.
+Shapes: B samples, T padded response tokens, N response tokens of the micro-batch, H hidden size, V vocabulary. The
+model reads R rows of L tokens: R = B samples padded on the right, or R = 1 row with all of them behind one another. In
+both layouts position ids start at 0 for each sample and none sees another, so a result does not depend on neighbours.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learner.heads import HEAD_ROWS, Float32Head, LogprobHead
+from learner.heads import HEAD_ROWS, Float32Head, LogprobHead, ReferenceRows
+from learner.packed_attention import Segments
+from learner.packing_probe import enable_packing
 from rlhf_cluster.config import LearnerConfig, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -38,37 +41,43 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 class ModelInputs:
     """One micro-batch on its device.
 
-    The hidden state at column c predicts the token at column c + 1. So response token k of a row with P prompt tokens
-    is predicted, and its value read, at column P - 1 + k; the value after the last token stands at its own column.
+    Positions are indices into the (R * L) flattened hidden states. The state at one position predicts the token at the
+    next. So response token k of a sample that starts at s with P prompt tokens is predicted, and its value read, at
+    s + P - 1 + k; the value after the last token stands at that token's own position.
     """
 
     input_ids: Tensor
-    """(B, L) int64."""
-    attention_mask: Tensor
-    """(B, L) int64, 1 on real tokens."""
+    """(R, L) int64."""
+    attention_mask: Tensor | None
+    """(R, L) int64, 1 on real tokens; None for a packed row, where all are."""
     position_ids: Tensor
-    """(B, L) int64, 0, 1, 2, ... from the first real token."""
+    """(R, L) int64, 0, 1, 2, ... from the first token of each sample; 0 on padding."""
     response_ids: Tensor
     """(B, T) int64."""
     response_mask: Tensor
     """(B, T) bool, built from lengths alone."""
     predictor: Tensor
-    """(B, T) int64, column of the hidden state before each response token; 0 where there is none."""
+    """(B, T) int64, position of the hidden state before each response token; 0 where there is none."""
     last: Tensor
-    """(B,) int64, column of the last real token."""
+    """(B,) int64, position of the last token."""
+    segments: Segments | None
+    """Where the samples lie in a packed row; None for padded rows."""
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Real tokens, and all slots with padding."""
-        return int(self.attention_mask.sum()), self.attention_mask.numel()
+        slots = self.input_ids.numel()
+        return slots if self.attention_mask is None else int(self.attention_mask.sum()), slots
 
 
 TokenPair = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
-def collate(rows: Sequence[TokenPair], device: torch.device) -> ModelInputs:
-    """Pad (prompt ids, response ids) pairs on the right. No rows give one filler row, so that a rank without work still
-    takes part in every collective; its results carry no weight.
+def collate(rows: Sequence[TokenPair], device: torch.device, *, packed: bool = False) -> ModelInputs:
+    """Lay (prompt ids, response ids) pairs out as one row (``packed``) or as rows padded on the right.
+
+    No rows give one filler row, so that a rank without work still takes part in every collective; its results carry no
+    weight.
 
     Raises:
         ValueError: a prompt without tokens (nothing predicts the first response token).
@@ -78,83 +87,134 @@ def collate(rows: Sequence[TokenPair], device: torch.device) -> ModelInputs:
         rows = [(filler, filler)]
     if any(len(prompt) == 0 for prompt, _ in rows):
         raise ValueError("a prompt has no tokens, so nothing predicts its first response token; give it at least one")
-    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in rows])
-    response_lengths = torch.tensor([len(response) for _, response in rows])
+    prompt_lengths = np.array([len(prompt) for prompt, _ in rows])
+    response_lengths = np.array([len(response) for _, response in rows])
     lengths = prompt_lengths + response_lengths
-    width, response_width = int(lengths.max()), max(1, int(response_lengths.max()))
-    input_ids = np.zeros((len(rows), width), dtype=np.int64)
-    response_ids = np.zeros((len(rows), response_width), dtype=np.int64)
-    for row, (prompt, response) in enumerate(rows):
-        input_ids[row, : len(prompt)] = prompt
-        input_ids[row, len(prompt) : len(prompt) + len(response)] = response
-        response_ids[row, : len(response)] = response
-    columns = torch.arange(width).expand(len(rows), width)
-    real = columns < lengths[:, None]
-    steps = torch.arange(response_width).expand(len(rows), response_width)
+    samples = [np.concatenate([prompt, response]).astype(np.int64) for prompt, response in rows]
+    if packed:
+        starts = np.cumsum(lengths) - lengths
+        input_ids = np.concatenate(samples)[None]
+        position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
+        attention_mask = None
+    else:
+        width = lengths.max()
+        starts = np.arange(len(rows)) * width
+        input_ids, position_ids = (np.zeros((len(rows), width), dtype=np.int64) for _ in range(2))
+        for row, sample in enumerate(samples):
+            input_ids[row, : len(sample)] = sample
+            position_ids[row, : len(sample)] = np.arange(len(sample))
+        attention_mask = (np.arange(width) < lengths[:, None]).astype(np.int64)
+    steps = np.arange(max(1, response_lengths.max()))
     response_mask = steps < response_lengths[:, None]
+    response_ids = np.zeros(response_mask.shape, dtype=np.int64)
+    response_ids[response_mask] = np.concatenate([response for _, response in rows])
+    predictor = np.where(response_mask, (starts + prompt_lengths - 1)[:, None] + steps, 0)
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     return ModelInputs(
-        input_ids=torch.from_numpy(input_ids).to(device),
-        attention_mask=real.long().to(device),
-        position_ids=torch.where(real, columns, 0).to(device),
-        response_ids=torch.from_numpy(response_ids).to(device),
-        response_mask=response_mask.to(device),
-        predictor=torch.where(response_mask, prompt_lengths[:, None] - 1 + steps, 0).to(device),
-        last=(lengths - 1).to(device),
+        input_ids=tensor(input_ids),
+        attention_mask=None if attention_mask is None else tensor(attention_mask),
+        position_ids=tensor(position_ids),
+        response_ids=tensor(response_ids),
+        response_mask=tensor(response_mask),
+        predictor=tensor(predictor),
+        last=tensor(starts + lengths - 1),
+        segments=Segments.of(lengths.tolist(), device) if packed else None,
     )
 
 
-class PolicyModel(nn.Module):
-    """A causal language model that answers for response tokens only: the LM head never runs on a prompt."""
+class PolicyOutputs(NamedTuple):
+    """(B, T) float32, nats, at the temperature asked for, 0 outside ``inputs.response_mask``."""
 
-    def __init__(self, model: PreTrainedModel, *, temperature: float, head_rows: int = HEAD_ROWS) -> None:
+    logprobs: Tensor
+    """log pi(token)"""
+    entropy: Tensor | None
+    """None where not asked for."""
+    kl: Tensor | None
+    """KL(policy || reference) over the whole vocabulary; None without a reference."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model that answers for response tokens only: the LM head never runs on a prompt.
+
+    ``packed``: whether it reads packed micro-batches; it reads padded ones in any case.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float, head_rows: int = HEAD_ROWS, packed: bool = False
+    ) -> None:
         super().__init__()
-        _refuse_logit_transforms(model.config)
+        refuse_logit_transforms(model.config, "policy")
         self.model = model
         self.temperature = temperature
+        self.packed = packed
         model.set_output_embeddings(LogprobHead(model.get_output_embeddings(), head_rows))
 
-    def forward(self, inputs: ModelInputs, *, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(B, T) float32 log pi(token) and, under ``torch.no_grad`` if asked for, (B, T) entropies.
+    def forward(
+        self,
+        inputs: ModelInputs,
+        *,
+        with_entropy: bool = False,
+        entropy_gradient: bool = False,
+        temperature: float | None = None,
+        reference: ReferenceRows | None = None,
+    ) -> PolicyOutputs:
+        """Log-probs, and what else is asked for. All are differentiable but the entropy, which is for the metrics.
 
-        In nats, at the sampling temperature, and 0 outside ``inputs.response_mask``.
+        Args:
+            with_entropy: also the entropy, at little cost.
+            entropy_gradient: the entropy with its gradient.
+            temperature: of the softmax; None: the sampling temperature the model was made with.
+            reference: rows of these same inputs, for the full KL.
+
+        Raises:
+            ValueError: packed inputs to a model that cannot read them, or a reference of another vocabulary.
         """
-        hidden = _hidden_states(self.model, inputs)
-        rows = _gather(hidden, inputs.predictor, inputs.response_mask)
-        token_ids = inputs.response_ids[inputs.response_mask]
-        logprobs, entropies = self.model.get_output_embeddings()(
-            rows, token_ids, temperature=self.temperature, with_entropy=with_entropy
+        hidden = hidden_states(self.model, inputs, packed=self.packed)
+        outputs = self.model.get_output_embeddings()(
+            hidden.index_select(0, inputs.predictor[inputs.response_mask]),
+            inputs.response_ids[inputs.response_mask],
+            temperature=self.temperature if temperature is None else temperature,
+            with_entropy=with_entropy,
+            entropy_gradient=entropy_gradient,
+            reference=reference,
         )
-        return (
-            _scatter(logprobs, inputs.response_mask),
-            None if entropies is None else _scatter(entropies, inputs.response_mask),
-        )
+        return PolicyOutputs(*(None if each is None else _scatter(each, inputs.response_mask) for each in outputs))
 
 
 class CriticModel(nn.Module):
-    """A sequence classifier with one label, read at every response position instead of once a sequence."""
+    """A sequence classifier with one label, read at every response position instead of once a sequence.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    ``packed``: whether it reads packed micro-batches; it reads padded ones in any case.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, packed: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.packed = packed
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """(B, T) float32 values of the states before each response token, and the (B,) value after the last token.
 
         Values are 0 outside ``inputs.response_mask``.
+
+        Raises:
+            ValueError: packed inputs to a model that cannot read them.
         """
-        hidden = _hidden_states(self.model, inputs)
-        before = _gather(hidden, inputs.predictor, inputs.response_mask)
-        after = _gather(hidden, inputs.last[:, None], torch.ones_like(inputs.last[:, None], dtype=torch.bool))
-        scores = self.model.score(torch.cat([before, after])).squeeze(-1)
-        values, bootstrap = scores.split([len(before), len(after)])
+        hidden = hidden_states(self.model, inputs, packed=self.packed)
+        before = inputs.predictor[inputs.response_mask]
+        scores = self.model.score(hidden.index_select(0, torch.cat([before, inputs.last]))).squeeze(-1)
+        values, bootstrap = scores.split([len(before), len(inputs.last)])
         return _scatter(values, inputs.response_mask), bootstrap
 
 
 def load_policy(path: str, config: ModelConfig, learner: LearnerConfig, *, temperature: float) -> PolicyModel:
     """The causal language model at ``path``, without dropout."""
-    model = AutoModelForCausalLM.from_pretrained(path, **_load_options(path, config))
-    _prepare(model, learner)
-    return PolicyModel(model, temperature=temperature)
+    model = AutoModelForCausalLM.from_pretrained(path, **load_options(path, config))
+    packed = prepare(model, learner, f"policy {path}")
+    return PolicyModel(model, temperature=temperature, packed=packed)
 
 
 def load_critic(path: str, config: ModelConfig, learner: LearnerConfig) -> CriticModel:
@@ -165,7 +225,7 @@ def load_critic(path: str, config: ModelConfig, learner: LearnerConfig) -> Criti
     Raises:
         ValueError: the folder has another number of labels, or lacks more than the head.
     """
-    options = _load_options(path, config)
+    options = load_options(path, config)
     labels = options["config"].num_labels
     if "ForSequenceClassification" in "".join(options["config"].architectures or ()) and labels != 1:
         raise ValueError(f"model.critic {path} has {labels} labels; a critic or reward model has exactly 1")
@@ -182,10 +242,10 @@ def load_critic(path: str, config: ModelConfig, learner: LearnerConfig) -> Criti
     if missing:
         nn.init.zeros_(model.score.weight)
         logger.warning("critic %s is a plain language model: its value head starts from zeros", path)
-    _prepare(model, learner)
+    packed = prepare(model, learner, f"critic {path}")
     if learner.critic_layers is not None:
         _train_top_layers(model, learner.critic_layers)
-    return CriticModel(model)
+    return CriticModel(model, packed=packed)
 
 
 def _train_top_layers(model: PreTrainedModel, count: int) -> None:
@@ -203,7 +263,8 @@ def _train_top_layers(model: PreTrainedModel, count: int) -> None:
         module.requires_grad_(True)
 
 
-def _load_options(path: str, config: ModelConfig) -> dict[str, Any]:
+def load_options(path: str, config: ModelConfig) -> dict[str, Any]:
+    """Arguments of ``from_pretrained``: the folder's own config without dropout, our dtype and attention."""
     model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     disable_dropout(model_config)
     return {
@@ -233,40 +294,45 @@ def _reentrant(learner: LearnerConfig) -> bool:
     return learner.zero_stage == 3
 
 
-def _prepare(model: PreTrainedModel, learner: LearnerConfig) -> None:
+def prepare(model: PreTrainedModel, learner: LearnerConfig, name: str) -> bool:
+    """Dropout off, no KV cache, packing and activation checkpointing as configured; returns whether it reads packed
+    rows. A model that cannot is padded, which one line of the log explains."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     model.config.use_cache = False
+    reason = enable_packing(model) if learner.packing else None
+    if reason is not None:
+        logger.warning("%s cannot read packed micro-batches and is padded: %s", name, reason)
     if learner.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": _reentrant(learner)})
     model.train()  # Hugging Face checkpoints activations in training mode only; without dropout the modes agree.
+    return learner.packing and reason is None
 
 
-def _refuse_logit_transforms(config: PretrainedConfig) -> None:
+def refuse_logit_transforms(config: PretrainedConfig, role: str) -> None:
     for name in _LOGIT_TRANSFORMS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"model.policy: {type(config).__name__} transforms its logits after the head ({name}), which the "
-                "learner does not apply; choose another policy"
+                f"model.{role}: {type(config).__name__} transforms its logits after the head ({name}), which the "
+                f"learner does not apply; choose another {role}"
             )
 
 
-def _hidden_states(model: PreTrainedModel, inputs: ModelInputs) -> Tensor:
-    """(B, L, H) of the last layer, final norm applied."""
-    outputs = model.base_model(
-        input_ids=inputs.input_ids,
-        attention_mask=inputs.attention_mask,
-        position_ids=inputs.position_ids,
-        use_cache=False,
-    )
-    return outputs.last_hidden_state
+def hidden_states(model: PreTrainedModel, inputs: ModelInputs, *, packed: bool) -> Tensor:
+    """(R * L, H) of the last layer, final norm applied.
 
-
-def _gather(hidden: Tensor, columns: Tensor, mask: Tensor) -> Tensor:
-    """(B, L, H) at those of the (B, K) columns whose mask is on -> (N, H), row by row."""
-    starts = torch.arange(len(columns), device=columns.device)[:, None] * hidden.shape[1]
-    return hidden.flatten(0, 1).index_select(0, (starts + columns)[mask])
+    Raises:
+        ValueError: packed inputs to a model that cannot read them.
+    """
+    if inputs.segments is None:
+        layout = {"attention_mask": inputs.attention_mask}
+    elif packed:
+        layout = inputs.segments.model_arguments(model.config._attn_implementation)
+    else:
+        raise ValueError(f"{type(model).__name__} cannot read packed rows; collate with packed=False")
+    outputs = model.base_model(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False, **layout)
+    return outputs.last_hidden_state.flatten(0, 1)
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:

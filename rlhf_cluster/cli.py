@@ -16,9 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_cluster.config import Config, derived_table
-from rlhf_cluster.config_io import ConfigError, dump_config, load_config
+from rlhf_cluster.config import config_warnings, derived_table
+from rlhf_cluster.config_io import Composition, ConfigError, compose_config, dump_config
 from rlhf_cluster.ending import guard
+from rlhf_cluster.presets import load_preset, preset_names, presets_folder
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +33,14 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(help="Overrides, e.g. learner.policy_lr=1e-6 run.steps=10.", metavar="[KEY=VALUE]..."),
 ]
+PresetsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--preset",
+        help="Recipe laid over CONFIG before the overrides; may be given again. `rlhf presets` lists them.",
+        metavar="NAME",
+    ),
+]
 
 
 class Resume(StrEnum):
@@ -44,18 +53,22 @@ class Resume(StrEnum):
 def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
+    presets: PresetsOption = None,
     resume: Annotated[
         Resume,
         typer.Option(help="auto: continue when the run folder has a checkpoint; required: refuse to start fresh."),
     ] = Resume.auto,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and what it comes to; exit.")
+        bool, typer.Option("--dry-run", help="Print how the config is composed and what it comes to; exit.")
     ] = False,
 ) -> None:
-    """Train a policy by asynchronous PPO."""
-    resolved = _load(config, overrides)
+    """Train a policy asynchronously by PPO, GRPO, RLOO and the like."""
+    composed = _load(config, overrides, presets)
+    resolved = composed.config
+    for warning in config_warnings(resolved):
+        typer.echo(f"warning: {warning}", err=True)
     if dry_run:
-        _print_dry_run(resolved)
+        _print_dry_run(composed)
         return
     from rlhf_cluster import launch
 
@@ -88,10 +101,11 @@ def reward_model(
 def evaluate(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
+    presets: PresetsOption = None,
     policy: Annotated[Path | None, typer.Option(help="Model folder to evaluate instead of model.policy.")] = None,
 ) -> None:
     """Evaluate a policy on the held-out prompts of CONFIG."""
-    resolved = _load(config, overrides)
+    resolved = _load(config, overrides, presets).config
     from rlhf_cluster import launch
 
     _exit(guard(lambda: launch.evaluate_folder(resolved, policy)))
@@ -101,14 +115,31 @@ def evaluate(
 def submit(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
+    presets: PresetsOption = None,
     address: Annotated[str, typer.Option(help="Address of the cluster's job server.")] = "http://127.0.0.1:8265",
     follow: Annotated[bool, typer.Option(help="Stay and print the job's log.")] = True,
 ) -> None:
     """Check CONFIG here, then run it on a cluster with `ray job submit`."""
-    _load(config, overrides)
+    _load(config, overrides, presets)
     from rlhf_cluster import submit as submission
 
-    _exit(guard(lambda: submission.submit_job(config, overrides or [], address=address, follow=follow)))
+    _exit(
+        guard(
+            lambda: submission.submit_job(config, overrides or [], presets or [], address=address, follow=follow),
+        )
+    )
+
+
+@app.command("presets")
+def list_presets() -> None:
+    """List the recipes that --preset takes."""
+    names = preset_names()
+    if not names:
+        typer.echo(f"error: no presets in {presets_folder()}; run inside a checkout", err=True)
+        raise typer.Exit(2)
+    width = max(map(len, names))
+    for name in names:
+        typer.echo(f"{name:<{width}}  {load_preset(name).files[-1].about}")
 
 
 @app.command()
@@ -128,15 +159,20 @@ def main() -> None:
     app()
 
 
-def _load(path: Path, overrides: list[str] | None) -> Config:
+def _load(path: Path, overrides: list[str] | None, presets: list[str] | None) -> Composition:
     try:
-        return load_config(path, overrides or [])
+        return compose_config(path, overrides or [], presets or [])
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _print_dry_run(config: Config) -> None:
+def _print_dry_run(composed: Composition) -> None:
+    config = composed.config
+    for layer in composed.layers:
+        typer.echo(f"# {layer.source}")
+        for change in layer.changes:
+            typer.echo(f"#   {change}")
     typer.echo(dump_config(config))
     table = Table(title="What this comes to", title_justify="left")
     table.add_column("quantity")

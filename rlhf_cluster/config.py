@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -24,6 +24,12 @@ class Section(BaseModel):
     """Base of every section: frozen, extras forbidden, defaults validated."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+def _changed(section: Section, *names: str) -> str:
+    """Those of the fields that differ from their default, as `a, b`; a default says nothing and may stay."""
+    fields = type(section).model_fields
+    return ", ".join(name for name in names if getattr(section, name) != fields[name].default)
 
 
 class RunConfig(Section):
@@ -133,8 +139,9 @@ class RewardComponent(Section):
 
 class RewardConfig(Section):
     components: tuple[RewardComponent, ...] = Field(min_length=1, description="Named parts of the score; weighted sum.")
-    normalize: Literal["running", "none"] = Field(
-        "running", description="z-score by running statistics, or leave the score."
+    normalize: Literal["running", "scale", "none"] = Field(
+        "running",
+        description="running: z-score by running statistics; scale: divided by the running std alone; none: as it is.",
     )
     clip: Positive | None = Field(
         5.0, description="Scores are clipped to [-clip, clip] after normalisation; null: off."
@@ -154,15 +161,39 @@ class RewardConfig(Section):
 
 
 class KLConfig(Section):
-    place: Literal["reward"] = Field("reward", description="The penalty is taken from the reward, token by token.")
-    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="Per-token estimator of KL(policy || reference).")
-    coef: NonNegative = Field(0.05, description="Penalty in reward units a nat (the start value when adaptive).")
+    place: Literal["reward", "loss"] = Field(
+        "reward",
+        description="reward: the penalty is taken from the reward; loss: it is a term of the policy loss. Never both.",
+    )
+    estimator: Literal["k1", "k2", "k3", "full"] = Field(
+        "k1",
+        description="Estimator of KL(policy || reference) a token: k1, k2, k3 from the sampled token, full over the "
+        "whole vocabulary (the learner then holds a copy of the reference).",
+    )
+    coef: NonNegative = Field(
+        0.05, description="Penalty in reward units a nat (the start value when adaptive); 0: no penalty."
+    )
     controller: Literal["fixed", "adaptive"] = Field("fixed", description="Whether coef follows target.")
-    target: Positive | None = Field(None, description="Nats a token the adaptive controller steers to.")
+    target: Positive | None = Field(None, description="Nats a token (k1) the adaptive controller steers to.")
     horizon: Positive | None = Field(None, description="Samples over which the adaptive controller moves coef.")
 
+    @field_validator("place", mode="before")
+    @classmethod
+    def _one_place(cls, place: Any) -> Any:
+        if place == "both" or isinstance(place, list | tuple | set):
+            raise ValueError(
+                "the KL penalty goes into the reward or into the loss, never into both (it would count twice); "
+                "choose place: reward or place: loss"
+            )
+        return place
+
     @model_validator(mode="after")
-    def _adaptive_needs_target(self) -> KLConfig:
+    def _options_have_an_effect(self) -> KLConfig:
+        if self.place == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator: k1 does nothing with place: loss, since its gradient is zero in expectation; use k2 (the "
+                "gradient of KL(policy || reference)), full, k3 (that of the forward KL), or place: reward"
+            )
         given = self.target is not None, self.horizon is not None
         if self.controller == "adaptive" and not all(given):
             raise ValueError("controller: adaptive needs both target (nats a token) and horizon (samples)")
@@ -170,24 +201,131 @@ class KLConfig(Section):
             raise ValueError(
                 "target and horizon do nothing with controller: fixed; remove them or set controller: adaptive"
             )
+        if self.coef == 0:
+            idle = _changed(self, "place", "estimator", "controller")
+            if idle:
+                raise ValueError(f"{idle} does nothing with coef: 0; remove it or set a coef")
         return self
 
 
+class EntropyConfig(Section):
+    coef: NonNegative = Field(0.0, description="Bonus in the policy loss a nat of entropy; 0: none.")
+    clip: Positive | None = Field(
+        None, description="Nats a token above which more entropy earns no more bonus; null: no threshold."
+    )
+
+    @model_validator(mode="after")
+    def _clip_needs_a_bonus(self) -> EntropyConfig:
+        if self.clip is not None and self.coef == 0:
+            raise ValueError("clip does nothing with coef: 0; set algorithm.entropy.coef or remove the clip")
+        return self
+
+
+class PtxConfig(Section):
+    file: str = Field(min_length=1, description="Text file (UTF-8) of the language-model loss mixed in (PPO-ptx).")
+    coef: Positive = Field(description="Weight of its mean negative log-likelihood a token in the policy loss.")
+    block_tokens: Annotated[int, Field(ge=2)] = Field(256, description="Tokens of one block of text.")
+    blocks_per_step: PositiveInt = Field(8, description="Blocks an optimizer step, over all ranks.")
+
+
+GroupMethod = Literal["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
+
+
 class AlgorithmConfig(Section):
-    name: Literal["ppo"] = Field("ppo", description="Policy optimisation method.")
-    gamma: UnitInterval = Field(1.0, description="Discount a token.")
-    lam: UnitInterval = Field(0.95, description="GAE lambda.")
+    name: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce_baseline"] = Field(
+        "ppo",
+        description="Where advantages come from: ppo: a critic; the others: the samples of the same prompt, no critic.",
+    )
+    gamma: UnitInterval = Field(1.0, description="Discount a token (ppo).")
+    lam: UnitInterval = Field(0.95, description="GAE lambda (ppo).")
+    bootstrap_truncated: bool = Field(
+        True, description="A truncated answer goes on after its last token and is worth the critic's value there (ppo)."
+    )
     clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="Ratios are clipped from 1 - clip_low.")
     clip_high: Positive = Field(0.2, description="Ratios are clipped to 1 + clip_high.")
-    importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
-        2.0, description="Upper bound of the importance weight exp(proximal - behaviour)."
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
+        None, description="With a negative advantage A the loss of a token is at most -dual_clip * A; null: off."
+    )
+    proximal: Literal["recomputed", "behaviour", "reference"] = Field(
+        "recomputed",
+        description="The policy that ratios are taken to: the learner's before the step, the engine's at sampling, or "
+        "the reference.",
+    )
+    importance: Literal["token", "sequence", "none"] | None = Field(
+        None,
+        description="Correction for staleness and engine mismatch, exp(proximal - behaviour): token: truncated a token; "
+        "sequence: of the whole answer, which is left out above the cap; null: token with proximal: recomputed, "
+        "none otherwise.",
+    )
+    importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
+        2.0, description="Upper bound of the importance weight; null: unbounded."
     )
     kl: KLConfig = KLConfig()
+    entropy: EntropyConfig = EntropyConfig()
+    ptx: PtxConfig | None = Field(None, description="Language-model loss mixed into the policy loss; null: none.")
     value_clip: Positive | None = Field(
-        0.2, description="Values move at most this far from the old ones in the loss; null: off."
+        0.2, description="Values move at most this far from the old ones in the loss; null: off (ppo)."
     )
-    advantage_norm: bool = Field(True, description="Whiten advantages over the batch.")
+    advantage_norm: bool | None = Field(
+        None, description="Whiten advantages over the tokens of the batch; null: with ppo, not with the others."
+    )
     advantage_clip: Positive | None = Field(None, description="Clip advantages to [-x, x] after whitening; null: off.")
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="Over what the policy loss (KL and entropy terms included) is a mean."
+    )
+    reduction_constant: PositiveInt | None = Field(
+        None, description="Tokens by which each answer's sum is divided; null: rollout.max_new_tokens (constant only)."
+    )
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.name == "ppo"
+
+    @property
+    def whitens(self) -> bool:
+        """``advantage_norm``, resolved."""
+        return self.uses_critic if self.advantage_norm is None else self.advantage_norm
+
+    @property
+    def importance_kind(self) -> Literal["token", "sequence", "none"]:
+        """``importance``, resolved."""
+        if self.importance is not None:
+            return self.importance
+        return "token" if self.proximal == "recomputed" else "none"
+
+    @property
+    def needs_reference_model(self) -> bool:
+        """Whether the learner itself has to run the reference."""
+        return self.kl.estimator == "full"
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> AlgorithmConfig:
+        if not self.uses_critic:
+            idle = _changed(self, "gamma", "lam", "bootstrap_truncated", "value_clip")
+            if idle:
+                raise ValueError(
+                    f"{idle} does nothing with name: {self.name}, which has no critic; remove it or set name: ppo"
+                )
+        if self.proximal != "recomputed" and self.importance in ("token", "sequence"):
+            raise ValueError(
+                f"importance: {self.importance} goes with proximal: recomputed, which it corrects; with proximal: "
+                f"{self.proximal} remove it"
+            )
+        if self.importance_kind == "none" and _changed(self, "importance_cap"):
+            raise ValueError(
+                f"importance_cap does nothing without importance weights (proximal: {self.proximal}, importance: "
+                f"{self.importance}); remove it"
+            )
+        if self.importance_kind == "sequence" and self.importance_cap is None:
+            raise ValueError("importance: sequence leaves answers out above importance_cap; give it a number")
+        if self.reduction_constant is not None and self.reduction != "constant":
+            raise ValueError(
+                f"reduction_constant does nothing with reduction: {self.reduction}; remove it or set reduction: constant"
+            )
+        return self
+
+
+Decay = Literal["constant", "cosine", "linear"]
 
 
 class LearnerConfig(Section):
@@ -198,23 +336,62 @@ class LearnerConfig(Section):
     micro_batch_tokens: PositiveInt = Field(
         4096, description="Most tokens (padding included) in one forward and backward."
     )
+    packing: bool = Field(
+        True,
+        description="Lay the samples of a micro-batch end to end instead of padding them, where the model allows it.",
+    )
     policy_lr: Positive = Field(5e-7, description="Peak learning rate of the policy.")
-    critic_lr: Positive = Field(1.65e-6, description="Peak learning rate of the critic.")
+    critic_lr: Positive = Field(1.65e-6, description="Peak learning rate of the critic (ppo).")
     warmup_fraction: UnitInterval = Field(
         0.1, description="Share of all optimizer steps over which the rates rise linearly."
     )
+    policy_decay: Decay = Field("constant", description="The policy's rate after its warm-up.")
+    critic_decay: Decay = Field("constant", description="The critic's rate after its warm-up (ppo).")
+    final_lr_fraction: UnitInterval = Field(0.0, description="Share of its peak at which a decaying rate ends.")
     grad_clip: Positive | None = Field(1.0, description="Global gradient norm limit; null: off.")
+    target_kl: Positive | None = Field(
+        None,
+        description="Nats a token (k3, proximal to current) beyond which the policy takes no further step on a batch; "
+        "null: off.",
+    )
     critic_pretrain_steps: NonNegativeInt = Field(
-        0, description="Critic optimizer steps on the first batch before the policy takes its first step."
+        0,
+        description="Most critic optimizer steps on the first batch before the policy takes its first step; the batch "
+        "is then trained as any other (ppo).",
+    )
+    critic_pretrain_loss: Positive | None = Field(
+        None, description="Mean value loss of a pass at which critic pre-training ends early; null: steps alone (ppo)."
     )
     critic_layers: PositiveInt | None = Field(
-        None, description="Top layers of the critic that are trained, the rest stays as loaded; null: the whole critic."
+        None,
+        description="Top layers of the critic that are trained, the rest stays as loaded; null: the whole critic (ppo).",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in backward: less memory, more time."
     )
     cpu_threads: PositiveInt = Field(1, description="OpenMP threads of a rank (cpu only).")
     timeout_s: Positive = Field(1800.0, description="Seconds a learner call (step, save, snapshot) may take.")
+
+    @property
+    def updates_a_batch(self) -> int:
+        """Optimizer steps of the policy on one batch."""
+        return self.epochs * self.minibatches
+
+    @model_validator(mode="after")
+    def _options_have_an_effect(self) -> LearnerConfig:
+        if self.target_kl is not None and self.updates_a_batch == 1:
+            raise ValueError(
+                "target_kl does nothing with one optimizer step a batch (epochs 1, minibatches 1): there is no further "
+                "step to leave out; remove it or raise learner.epochs or learner.minibatches"
+            )
+        if self.critic_pretrain_loss is not None and self.critic_pretrain_steps == 0:
+            raise ValueError("critic_pretrain_loss does nothing with critic_pretrain_steps: 0; set how many at most")
+        if self.final_lr_fraction and self.policy_decay == self.critic_decay == "constant":
+            raise ValueError(
+                "final_lr_fraction does nothing while policy_decay and critic_decay are constant; choose cosine or "
+                "linear, or remove it"
+            )
+        return self
 
 
 class PublishConfig(Section):
@@ -302,10 +479,10 @@ class Config(Section):
         has_model_component = any(component.kind == "model" for component in self.reward.components)
         if has_model_component and self.model.reward is None:
             yield ("reward.components has kind: model but model.reward is null; name the reward model's folder")
-        if self.model.reward is not None and not has_model_component and self.model.critic is not None:
+        starts_critic = self.algorithm.uses_critic and self.model.critic is None
+        if self.model.reward is not None and not has_model_component and not starts_critic:
             yield "model.reward is used by nothing: add a component of kind: model, or remove model.reward"
-        if self.model.reward is None and self.model.critic is None:
-            yield "the critic has nothing to start from: set model.critic or model.reward"
+        yield from self._method_disagreements()
         if self.cluster.device == "cpu":
             if self.publish.backend == "nccl":
                 yield "publish.backend: nccl needs cluster.device: cuda; use shared_memory on cpu"
@@ -319,6 +496,13 @@ class Config(Section):
                 f"learner.minibatches {self.learner.minibatches} exceeds the {samples} samples of a batch "
                 "(queue.groups_per_batch x rollout.samples_per_prompt)"
             )
+        kl = self.algorithm.kl
+        if kl.controller == "adaptive" and kl.horizon is not None and kl.horizon <= 0.2 * samples:
+            yield (
+                f"algorithm.kl.horizon {kl.horizon:g} must be above {0.2 * samples:g}, a fifth of the {samples} samples "
+                "of a batch (queue.groups_per_batch x rollout.samples_per_prompt), or one update could take "
+                "algorithm.kl.coef to 0"
+            )
         if self.rollout.timeout_s >= self.queue.group_deadline_s:
             yield (
                 f"rollout.timeout_s {self.rollout.timeout_s:g} must be below queue.group_deadline_s "
@@ -329,6 +513,34 @@ class Config(Section):
             yield "evaluation does nothing without data.eval_prompts; name the file or remove the section"
         if self.data.eval_prompts is not None and self.evaluation is None:
             yield "data.eval_prompts does nothing without the section evaluation; add it or remove the file"
+
+    def _method_disagreements(self) -> Iterator[str]:
+        """What the method of ``algorithm.name`` lacks, and what it has no use for."""
+        algorithm, learner = self.algorithm, self.learner
+        if algorithm.uses_critic:
+            if self.model.reward is None and self.model.critic is None:
+                yield "the critic has nothing to start from: set model.critic or model.reward"
+            return
+        if self.rollout.samples_per_prompt < 2:
+            yield (
+                f"algorithm.name: {algorithm.name} compares the samples of a prompt, but rollout.samples_per_prompt is "
+                f"{self.rollout.samples_per_prompt}; sample at least 2"
+            )
+        critic_fields = ("critic_lr", "critic_decay", "critic_pretrain_steps", "critic_pretrain_loss", "critic_layers")
+        idle = [f"learner.{name}" for name in critic_fields if _changed(learner, name)]
+        if self.model.critic is not None:
+            idle.append("model.critic")
+        if idle:
+            yield f"{', '.join(idle)} does nothing with algorithm.name: {algorithm.name}, which has no critic; remove it"
+        charges_reward = algorithm.kl.place == "reward" and algorithm.kl.coef > 0
+        divides_again = algorithm.name in ("grpo", "reinforce_baseline") and not charges_reward
+        if self.reward.normalize == "scale" and self.reward.clip is None and divides_again:
+            yield (
+                f"reward.normalize: scale does nothing with algorithm.name: {algorithm.name} and reward.clip: null, which "
+                "divides by the std itself; set normalize: none, or a clip"
+            )
+        if learner.final_lr_fraction and learner.policy_decay == "constant":
+            yield "learner.final_lr_fraction does nothing with learner.policy_decay: constant; remove it"
 
     @property
     def max_model_len(self) -> int:
@@ -356,3 +568,30 @@ def derived_table(config: Config) -> Mapping[str, int]:
         "outstanding_groups_bound": (config.queue.max_staleness + 1) * config.queue.groups_per_batch,
         "longest_sequence_tokens": config.max_model_len,
     }
+
+
+def checkpoint_layout(model: ModelConfig, algorithm: AlgorithmConfig, learner: LearnerConfig) -> dict[str, Any]:
+    """What the tensors of a checkpoint are cut for, by the key that decides it; a resume needs the same."""
+    return {
+        "learner.ranks": learner.ranks,
+        "learner.zero_stage": learner.zero_stage,
+        "model.dtype": model.dtype,
+        "a critic (algorithm.name: ppo)": algorithm.uses_critic,
+    }
+
+
+def config_warnings(config: Config) -> list[str]:
+    """What is allowed but probably not meant, for the run's first log lines."""
+    warnings = []
+    algorithm = config.algorithm
+    if algorithm.proximal == "recomputed" and config.learner.updates_a_batch == 1:
+        warnings.append(
+            "one optimizer step a batch (learner.epochs 1, learner.minibatches 1): every ratio is 1, so "
+            "algorithm.clip_low, clip_high and dual_clip never act; raise learner.minibatches to use them"
+        )
+    if algorithm.reduction == "sequence_mean":
+        warnings.append(
+            "algorithm.reduction: sequence_mean weighs a token of a long answer less: long wrong answers are punished "
+            "less (length bias, docs/numerics.md)"
+        )
+    return warnings

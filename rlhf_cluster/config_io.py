@@ -1,83 +1,75 @@
-"""Reads YAML plus dotted overrides into a ``Config``, and writes the resolved one back.
+"""Composes a base file, presets and dotted overrides into a ``Config``, and writes the resolved one back.
 
-Every refusal is a ``ConfigError`` that names file, key, rule and value, and the nearest valid key for an unknown one.
+Every refusal is a ``ConfigError`` that names file, preset or override, key, rule and value, and the nearest valid key
+for an unknown one.
 """
 
 from __future__ import annotations
 
-import difflib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlhf_cluster.config import Config
+from rlhf_cluster.config_keys import all_keys, say_unknown
+from rlhf_cluster.config_yaml import ConfigError, parse_yaml, read_sections, read_text
+from rlhf_cluster.presets import Preset, Reference, leaves, load_preset
 
-# What other systems call a key of ours; only used to suggest.
-_OTHER_NAMES = {
-    "learning_rate": "learner.policy_lr",
-    "lr": "learner.policy_lr",
-    "actor_learning_rate": "learner.policy_lr",
-    "critic_learning_rate": "learner.critic_lr",
-    "batch_size": "queue.groups_per_batch",
-    "num_epochs": "learner.epochs",
-    "init_kl_coef": "algorithm.kl.coef",
-    "tensor_parallel_size": "rollout.engine.tensor_parallel",
-}
+__all__ = ["Composition", "ConfigError", "Layer", "all_keys", "compose_config", "dump_config", "load_config"]
+
+KeyPath = tuple[Any, ...]
 
 
-class ConfigError(ValueError):
-    """The configuration cannot be used. The message is written for the user."""
+@dataclass(frozen=True)
+class Layer:
+    """A file, preset or override, and what it changed in the ones before it: `key: value (was other)` a line."""
+
+    source: str
+    changes: tuple[str, ...] = ()
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (PyYAML reads ``1e-6`` as text) and no silently overwritten duplicate keys."""
+@dataclass(frozen=True)
+class Composition:
+    """A config, and the layers it was composed of, in the order they were laid on."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+    config: Config
+    layers: tuple[Layer, ...]
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+def load_config(path: Path, overrides: Sequence[str] = (), presets: Sequence[str] = ()) -> Config:
+    """The config at ``path`` under ``presets`` and ``section.key=value`` overrides; see ``compose_config``."""
+    return compose_config(path, overrides, presets).config
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config at ``path`` with ``section.key=value`` overrides applied, validated.
+def compose_config(path: Path, overrides: Sequence[str] = (), presets: Sequence[str] = ()) -> Composition:
+    """The base file, then ``presets`` in order, then ``overrides`` in order.
+
+    A preset first takes out the keys of its ``drop``. Its ``algorithm`` section replaces the one so far, since it says
+    wholly what the algorithm is; its other sections are merged key by key.
 
     Raises:
-        ConfigError: unreadable file, malformed override, unknown key, value out of range, impossible combination.
+        ConfigError: unreadable file, unknown preset, malformed override, unknown key, value out of range, impossible
+            combination.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config file: {error.strerror or error}") from None
-    raw = _parse(text, str(path))
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: the file must hold sections (run:, model:, ...), not {type(raw).__name__}")
+    layers = _Layers()
+    layers.merge(read_sections(read_text(path, "config file"), str(path)), str(path))
+    said = [Layer(str(path))]
+    for name in presets:
+        preset, before = load_preset(name), layers.values()
+        layers.lay_on(preset)
+        chain = " on ".join(file.name for file in reversed(preset.files))
+        said.append(Layer(f"preset {chain}", _changes(before, layers.values())))
     for override in overrides:
-        _apply_override(raw, override, str(path))
-    return parse_config(raw, source=str(path))
-
-
-def parse_config(raw: dict[str, Any], *, source: str) -> Config:
-    """A validated config from plain values; ``source`` names where they come from in errors."""
-    try:
-        return Config.model_validate(raw)
-    except ValidationError as error:
-        lines = [_explain(item) for item in error.errors(include_url=False, include_context=False)]
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from None
+        before = layers.values()
+        layers.override(override)
+        said.append(Layer(f"override {override}", _changes(before, layers.values())))
+    return Composition(layers.config(), tuple(said))
 
 
 def dump_config(config: Config) -> str:
@@ -85,34 +77,128 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
 
 
-def _parse(text: str, source: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
+@dataclass(frozen=True)
+class _Leaf:
+    value: Any
+    source: str
 
 
-def _apply_override(raw: dict[str, Any], override: str, source: str) -> None:
-    key, separator, value = override.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"override {override!r}: write section.key=value")
-    *parents, leaf = key.strip().split(".")
-    node: Any = raw
-    for depth, part in enumerate(parents):
-        child = node.get(part)
-        if child is None:
-            child = node[part] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{source}: override {override!r}: {'.'.join(parents[: depth + 1])} holds no keys")
-        node = child
-    node[leaf] = _parse(value, f"override {override!r}")
+class _Layers:
+    """Values by path, each with the file, preset or override that it came from last."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[KeyPath, _Leaf] = {}
+        self._sources: list[str] = []
+
+    def merge(self, values: Mapping[Any, Any], source: str) -> None:
+        """Key by key: what ``values`` does not name stays."""
+        self._sources.append(source)
+        for path, value in leaves(values):
+            if path and (value != {} or not self._under(path)):
+                self._set(path, value, source)
+
+    def lay_on(self, preset: Preset) -> None:
+        for key in preset.drop:
+            self._remove(tuple(key.split(".")))
+        if any("algorithm" in file.sections for file in preset.files):
+            self._remove(("algorithm",))
+        for file in preset.files:
+            self.merge(file.sections, file.source)
+
+    def override(self, text: str) -> None:
+        source = f"override {text!r}"
+        key, separator, value = text.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"{source}: write section.key=value")
+        path = tuple(key.strip().split("."))
+        for depth in range(1, len(path)):
+            parent = self._leaves.get(path[:depth])
+            if parent is not None and parent.value not in (None, {}):
+                raise ConfigError(f"{source}: {'.'.join(path[:depth])} holds no keys")
+        self._sources.append(source)
+        parsed = parse_yaml(value, source)
+        self._remove(path)
+        for rest, item in leaves(parsed):
+            self._set((*path, *rest), item, source)
+
+    def values(self) -> dict[KeyPath, Any]:
+        return {path: leaf.value for path, leaf in self._leaves.items()}
+
+    def config(self) -> Config:
+        """Everything so far, validated.
+
+        Raises:
+            ConfigError: what pydantic refuses, a line each, naming where the value came from.
+        """
+        try:
+            return Config.model_validate(self._nested())
+        except ValidationError as error:
+            items = error.errors(include_url=False, include_context=False)
+            raise ConfigError("\n".join(f"{self._blame(item)}: {_explain(item)}" for item in items)) from None
+
+    def _nested(self) -> dict[Any, Any]:
+        root: dict[Any, Any] = {}
+        for path, leaf in self._leaves.items():
+            node = root
+            for part in path[:-1]:
+                node = node.setdefault(part, {})
+            node[path[-1]] = self._resolved(path, leaf)
+        return root
+
+    def _resolved(self, path: KeyPath, leaf: _Leaf) -> Any:
+        if not isinstance(leaf.value, Reference):
+            return leaf.value
+        key = leaf.value.key
+        target = self._leaves.get(tuple(key.split(".")))
+        if target is None or target.value is None or isinstance(target.value, Reference):
+            raise ConfigError(f"{leaf.source}: {_dotted(path)} is ${{{key}}}, but {key} holds no value; set {key}")
+        return target.value
+
+    def _set(self, path: KeyPath, value: Any, source: str) -> None:
+        self._remove(path)
+        for depth in range(1, len(path)):
+            self._leaves.pop(path[:depth], None)
+        self._leaves[path] = _Leaf(value, source)
+
+    def _remove(self, path: KeyPath) -> None:
+        for inner in self._under(path):
+            del self._leaves[inner]
+
+    def _under(self, path: KeyPath) -> list[KeyPath]:
+        return [inner for inner in self._leaves if inner[: len(path)] == path]
+
+    def _blame(self, item: Any) -> str:
+        """The sources of the values that an error is about, in the order they were laid on."""
+        location, message = tuple(item["loc"]), str(item["msg"])
+        if item["type"] == "missing":
+            return self._sources[0]
+        about = [path for path in self._leaves if path == location[: len(path)] or path[: len(location)] == location]
+        # A rule over several keys names those it is about: dotted ones across sections, bare ones within a section.
+        words = set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", message))
+        named = [path for path in about if words & {_dotted(path), _dotted(path[len(location) :])}]
+        sources = {self._leaves[path].source for path in named or about}
+        return " + ".join(source for source in dict.fromkeys(self._sources) if source in sources) or self._sources[0]
+
+
+def _changes(before: Mapping[KeyPath, Any], after: Mapping[KeyPath, Any]) -> tuple[str, ...]:
+    lines = [f"{_dotted(path)}: the default (was {_shown(before[path])})" for path in before if path not in after]
+    for path, value in after.items():
+        if path not in before:
+            lines.append(f"{_dotted(path)}: {_shown(value)}")
+        elif before[path] != value:
+            lines.append(f"{_dotted(path)}: {_shown(value)} (was {_shown(before[path])})")
+    return tuple(lines)
+
+
+def _shown(value: Any) -> str:
+    return f"${{{value.key}}}" if isinstance(value, Reference) else json.dumps(value, default=str)
 
 
 def _explain(item: Any) -> str:
-    location = [part for part in item["loc"]]
-    name = ".".join(str(part) for part in location) or "config"
+    location = list(item["loc"])
+    name = _dotted(location) or "config"
     if item["type"] == "extra_forbidden":
-        return f"{name}: unknown key; {_nearest(location)}"
+        return say_unknown(location)
     if item["type"] == "missing":
         return f"{name}: required and missing; add it to the file or as an override {name}=..."
     message = str(item["msg"]).removeprefix("Value error, ")
@@ -120,46 +206,5 @@ def _explain(item: Any) -> str:
     return f"{name}: {message}{shown}"
 
 
-def _nearest(location: list[Any]) -> str:
-    """The most similar valid key in the same section, else anywhere."""
-    section: type[BaseModel] | None = Config
-    for part in location[:-1]:
-        section = _section_type(section, part) if section is not None else section
-    wrong = str(location[-1])
-    everywhere = _OTHER_NAMES | {key.rsplit(".", 1)[-1]: key for key in all_keys() if "." in key}
-    if wrong in everywhere:
-        return f"did you mean {everywhere[wrong]}?"
-    siblings = list(section.model_fields) if section is not None else []
-    prefix = ".".join(str(part) for part in location[:-1])
-    close = difflib.get_close_matches(wrong.replace("-", "_"), siblings, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {prefix + '.' if prefix else ''}{close[0]}?"
-    elsewhere = difflib.get_close_matches(wrong.replace("-", "_"), list(everywhere), n=1, cutoff=0.7)
-    if elsewhere:
-        return f"did you mean {everywhere[elsewhere[0]]}?"
-    return f"valid keys here: {', '.join(siblings)}"
-
-
-def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Dotted names of every field of every section, in order."""
-    keys: list[str] = []
-    for name, info in section.model_fields.items():
-        nested = _models_in(info.annotation)
-        keys.append(prefix + name)
-        for model in nested:
-            keys += all_keys(model, f"{prefix}{name}.")
-    return keys
-
-
-def _section_type(section: type[BaseModel], part: Any) -> type[BaseModel] | None:
-    if isinstance(part, int):
-        return section
-    info = section.model_fields.get(part)
-    models = _models_in(info.annotation) if info is not None else []
-    return models[0] if models else None
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+def _dotted(path: Sequence[Any]) -> str:
+    return ".".join(map(str, path))

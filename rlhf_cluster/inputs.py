@@ -12,6 +12,7 @@ from rlhf_cluster.config import Config
 from rlhf_cluster.data.chat import ChatRenderer
 from rlhf_cluster.data.jsonl import DataError
 from rlhf_cluster.data.prompts import check_overlap, load_prompts
+from rlhf_cluster.data.text_blocks import read_blocks
 from rlhf_cluster.diagnosis.preflight import check_model_folders
 from rlhf_cluster.types import Prompt
 
@@ -75,4 +76,6 @@ def read_inputs(config: Config) -> Inputs:
             f"(held-out {first.heldout_id} is training prompt {first.train_id})",
             fix="Remove them from one of the files; an evaluation on trained prompts measures nothing.",
         )
+    if config.algorithm.ptx is not None:
+        read_blocks(config.algorithm.ptx.file, tokenizer, config.algorithm.ptx.block_tokens)
     return Inputs(train, held_out, tokenizer)

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError, load_config
+from rlhf_cluster.presets import is_path, load_preset
 
 MIB = 2**20
 
@@ -36,13 +37,14 @@ EXCLUDES: tuple[str, ...] = (
 def submit_job(
     config: Path,
     overrides: Sequence[str] = (),
+    presets: Sequence[str] = (),
     *,
     address: str,
     working_dir: Path = Path(),
     follow: bool = True,
     say: Callable[[str], None] = print,
 ) -> str:
-    """Submit `python -m rlhf_cluster train CONFIG OVERRIDES...` to the Ray job server at ``address``.
+    """Submit `python -m rlhf_cluster train CONFIG --preset ... OVERRIDES...` to the Ray job server at ``address``.
 
     ``working_dir`` (the current folder by default) is sent and becomes the job's current folder.
 
@@ -50,12 +52,13 @@ def submit_job(
     without it the call returns as soon as the job is accepted. Returns the job's submission id.
 
     Raises:
-        ConfigError: the address is no URL or is open to the network without a token; the config is invalid, lies
-            outside ``working_dir`` or names a model folder that is not sent; the package is over Ray's limit.
+        ConfigError: the address is no URL or is open to the network without a token; the config is invalid; it
+            or a preset lies outside ``working_dir``; it names a model folder that is not sent; the package is over
+            Ray's limit.
         RuntimeError: the job was not accepted, or (``follow``) did not succeed.
     """
     check_address(address, os.environ.get("RAY_AUTH_MODE", ""))
-    entrypoint = train_command(config, overrides, working_dir, say)
+    entrypoint = train_command(config, overrides, working_dir, say, presets)
     files = package_files(working_dir)
     check_size(files)
     size = sum(size for _, size in files)
@@ -100,23 +103,28 @@ def check_address(address: str, auth_mode: str) -> None:
 
 
 def train_command(
-    config: Path, overrides: Sequence[str], working_dir: Path, say: Callable[[str], None] = print
+    config: Path,
+    overrides: Sequence[str],
+    working_dir: Path,
+    say: Callable[[str], None] = print,
+    presets: Sequence[str] = (),
 ) -> list[str]:
-    """Command line of the job, with the config's path relative to ``working_dir``."""
-    root = working_dir.resolve()
-    if not config.resolve().is_relative_to(root):
-        raise ConfigError(f"config: {config} lies outside the folder that is sent, {working_dir}; move it there")
-    loaded = load_config(config, overrides)
+    """Command line of the job, with the paths of config and presets relative to ``working_dir``.
+
+    A shipped preset goes by its name: the job finds it in the package it runs, which is the one that is sent.
+    """
+    relative = _path_in_job("config", config, working_dir)
+    loaded = load_config(config, overrides, presets)
     _refuse_models_left_behind(loaded)
     if not PurePath(loaded.run.dir).is_absolute():
         say(
             f"run.dir {loaded.run.dir!r} is relative: the run folder will lie in the job's own folder on the head "
             "node, which Ray deletes; set run.dir to a folder on shared storage to keep it"
         )
-    relative = config.resolve().relative_to(root).as_posix()
+    options = [option for name in presets for option in ("--preset", _preset_in_job(name, working_dir))]
     # Without an address the run would start a second Ray inside the job.
     join = [] if loaded.cluster.address else ["cluster.address=auto"]
-    return ["python", "-m", "rlhf_cluster", "train", relative, *overrides, *join]
+    return ["python", "-m", "rlhf_cluster", "train", relative, *options, *overrides, *join]
 
 
 def package_files(working_dir: Path) -> list[tuple[str, int]]:
@@ -157,6 +165,24 @@ def _candidates(working_dir: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(working_dir).as_posix()
     else:
         yield from (os.fsdecode(name) for name in found.split(b"\0") if name)
+
+
+def _path_in_job(what: str, path: Path, working_dir: Path) -> str:
+    root = working_dir.resolve()
+    if not path.resolve().is_relative_to(root):
+        raise ConfigError(f"{what}: {path} lies outside the folder that is sent, {working_dir}; move it there")
+    return path.resolve().relative_to(root).as_posix()
+
+
+def _preset_in_job(name: str, working_dir: Path) -> str:
+    if not is_path(name):
+        return name
+    files = load_preset(name).files
+    for file, child in zip(files, (*files[1:], None), strict=True):
+        # A parent that goes by its name is shipped; one that goes by its path has to be sent.
+        if child is None or (child.parent is not None and is_path(child.parent)):
+            _path_in_job("preset", file.path, working_dir)
+    return _path_in_job("preset", Path(name), working_dir)
 
 
 def _refuse_models_left_behind(config: Config) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rlhf_cluster.algorithms.masking import bound, upcast
+from rlhf_cluster.algorithms.masking import as_mask, bound, select, upcast
 
 KLKind = Literal["k1", "k2", "k3"]
 
@@ -67,6 +67,25 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
         else:
             raise ValueError(f"KL estimator {kind!r} is unknown; choose k1, k2 or k3")
     return _Pointwise.apply(d, value, slope)
+
+
+def kl_full(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
+    """KL(policy || reference) over the whole vocabulary, no estimate: [B, T, V] twice, [B, T] -> [B, T] in nats.
+
+    ``sum_v p(v) (log p(v) - log q(v))``, 0 under mask 0. Divide both logits by the temperature before. A token that
+    the policy never samples (logit -inf) adds 0.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    keep = as_mask(mask, logits=logits[..., 0])
+    if logits.shape != ref_logits.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and ref_logits {tuple(ref_logits.shape)} differ")
+    logp = torch.log_softmax(select(logits, keep[..., None]), dim=-1)
+    logq = torch.log_softmax(select(ref_logits, keep[..., None]), dim=-1)
+    impossible = torch.isneginf(logp)
+    gap = torch.where(impossible, 0.0, logp - logq)
+    return select((logp.exp() * gap).sum(-1), keep)
 
 
 class FixedKL:

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlhf_cluster.algorithms.importance import ImportanceKind, ImportanceWeights, importance_weights
 from rlhf_cluster.algorithms.kl import LOG_RATIO_LIMIT
 from rlhf_cluster.algorithms.masking import as_mask, bound, select, upcast
+from rlhf_cluster.algorithms.reductions import Reduction, reduce_loss, token_weights
 from rlhf_cluster.types import Ratio
 
-Reduction = Literal["token_mean", "sequence_mean", "constant"]
+__all__ = [
+    "Reduction",
+    "TokenLoss",
+    "clipped_entropy",
+    "entropy",
+    "explained_variance",
+    "explained_variance_sums",
+    "policy_loss",
+    "reduce_loss",
+    "token_logprobs",
+    "token_weights",
+    "value_loss",
+    "weighted_sum",
+]
 
 
 class TokenLoss(NamedTuple):
@@ -82,6 +97,19 @@ def entropy(logits: Tensor, mask: Tensor) -> Tensor:
     return select(-plogp.sum(-1), keep)
 
 
+def clipped_entropy(entropies: Tensor, clip: float | None) -> Tensor:
+    """What the entropy bonus is paid for, in nats: min(H, clip) [B, T]; above ``clip`` there is no gradient.
+
+    Raises:
+        ValueError: a clip that is not positive.
+    """
+    if clip is None:
+        return entropies
+    if not clip > 0:
+        raise ValueError(f"entropy clip must be > 0 or None, got {clip}")
+    return torch.where(entropies > clip, torch.full_like(entropies, clip), entropies)
+
+
 def policy_loss(
     logprobs: Tensor,
     proximal_logprobs: Tensor,
@@ -90,29 +118,34 @@ def policy_loss(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
     behaviour_logprobs: Tensor | None = None,
+    importance: ImportanceKind = "token",
     importance_cap: float | None = None,
+    weights: Tensor | None = None,
 ) -> TokenLoss:
     """Decoupled PPO (Hilton et al. 2022; clip of Schulman et al. 2017, eq. 7), all inputs [B, T]:
 
     ``w * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` with ``r = exp(logprobs - proximal)`` and the detached
-    ``w = min(exp(proximal - behaviour), importance_cap)``; no cap: untruncated; no behaviour log-probs: w = 1. Only
-    ``logprobs`` gets a gradient.
+    ``w = importance_weights(proximal, behaviour, importance, importance_cap)``; no behaviour log-probs: w = 1. With
+    ``dual_clip`` c a token of negative advantage loses at most ``-c A`` (Ye et al. 2020), so that a ratio that exploded
+    cannot. ``weights`` are those of ``token_weights``; without them the total is a plain sum. Only ``logprobs`` gets a
+    gradient.
 
-    Metrics, all over tokens: ``clip_fraction`` (the clipped branch is the one taken), ``approx_kl`` (k3 estimate of
-    KL(proximal || current), nats), ``ratio_mean``, ``importance_weight_mean`` (w as applied),
-    ``importance_cap_fraction`` (the weight before the cap was above it).
+    Metrics, all over tokens and without ``weights``: ``clip_fraction`` (the clipped branch is the one taken),
+    ``dual_clip_fraction``, ``approx_kl`` (k3 estimate of KL(proximal || current), nats), ``ratio_mean``,
+    ``importance_weight_mean`` (w as applied), ``importance_cap_fraction`` (the weight before the cap was above it).
 
     Raises:
-        ValueError: shapes that differ, clip bounds outside 0 <= clip_low < 1, clip_high >= 0, a cap that is not
-            positive, or a cap without behaviour log-probs (it would do nothing).
+        ValueError: shapes that differ, clip bounds outside 0 <= clip_low < 1, clip_high >= 0, dual_clip > 1, a cap that
+            is not positive, or a cap without behaviour log-probs (it would do nothing).
     """
     if not (0 <= clip_low < 1 and clip_high >= 0):
         raise ValueError(f"need 0 <= clip_low < 1 and clip_high >= 0, got clip_low {clip_low}, clip_high {clip_high}")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be > 1 or None, got {dual_clip}")
     if importance_cap is not None and behaviour_logprobs is None:
         raise ValueError("importance_cap needs behaviour_logprobs; without them there is no weight to cap")
-    if importance_cap is not None and not importance_cap > 0:
-        raise ValueError(f"importance_cap must be > 0 or None, got {importance_cap}")
     keep = as_mask(mask, logprobs=logprobs, proximal_logprobs=proximal_logprobs, advantages=advantages)
     proximal = select(proximal_logprobs.detach(), keep)
     advantage = select(advantages.detach(), keep)
@@ -120,24 +153,33 @@ def policy_loss(
     ratio = log_ratio.exp()
     unclipped = -advantage * ratio
     clipped = -advantage * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    weight = raw_weight = torch.ones_like(proximal)
-    if behaviour_logprobs is not None:
-        as_mask(mask, behaviour_logprobs=behaviour_logprobs)
-        gap = proximal - select(behaviour_logprobs.detach(), keep)
-        weight = raw_weight = bound(gap, LOG_RATIO_LIMIT).exp()
-    if importance_cap is not None:
-        weight = raw_weight.clamp(max=importance_cap)
-    total = select(weight * torch.maximum(unclipped, clipped), keep).sum()
+    losses = torch.maximum(unclipped, clipped)
+    held = torch.zeros_like(keep)
+    if dual_clip is not None:
+        held = (advantage < 0) & (losses > -dual_clip * advantage)
+        losses = torch.where(held, -dual_clip * advantage, losses)
+    if behaviour_logprobs is None:
+        sampled = ImportanceWeights(torch.ones_like(proximal), torch.zeros_like(keep))
+    else:
+        sampled = importance_weights(proximal_logprobs, behaviour_logprobs, mask, kind=importance, cap=importance_cap)
+    losses = select(sampled.weights * losses, keep)
+    total = losses.sum() if weights is None else weighted_sum(losses, weights, keep)
 
-    cap = math.inf if importance_cap is None else importance_cap
     measured = {
         "clip_fraction": clipped > unclipped,
+        "dual_clip_fraction": held,
         "approx_kl": torch.expm1(log_ratio) - log_ratio,
         "ratio_mean": ratio,
-        "importance_weight_mean": weight,
-        "importance_cap_fraction": raw_weight > cap,
+        "importance_weight_mean": sampled.weights,
+        "importance_cap_fraction": sampled.capped,
     }
     return _token_loss(total, keep, measured)
+
+
+def weighted_sum(token_losses: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
+    """Dot product of [B, T] losses and weights over masked-in tokens."""
+    keep = as_mask(mask, token_losses=token_losses, weights=weights)
+    return (select(weights.detach(), keep) * select(token_losses, keep)).sum()
 
 
 def value_loss(
@@ -161,35 +203,6 @@ def value_loss(
         clipped = 0.5 * (old + bound(value - old, clip) - target).square()
     losses = torch.maximum(unclipped, clipped)
     return _token_loss(losses.sum(), keep, {"value_loss": losses, "value_clip_fraction": clipped > unclipped})
-
-
-def reduce_loss(token_losses: Tensor, mask: Tensor, mode: Reduction, *, constant: float | None = None) -> Tensor:
-    """One differentiable scalar from [B, T]; the mean over
-
-    - ``token_mean``: all tokens. Every token weighs the same.
-    - ``sequence_mean``: rows, of the mean of each row. A token of a long answer weighs less: long wrong answers are
-      punished less (length bias).
-    - ``constant``: rows, of the row sum over ``constant`` tokens (Liu et al. 2025). Every token weighs the same,
-      whatever the lengths.
-
-    Rows without tokens take no part in any denominator; without any token the loss is a differentiable 0.
-
-    Raises:
-        ValueError: unknown mode, shapes that differ, or ``constant`` missing, not positive, or given to another mode.
-    """
-    if (constant is not None) != (mode == "constant") or (constant is not None and not constant > 0):
-        raise ValueError(f"constant must be > 0 with mode 'constant' and None otherwise, got {constant} with {mode!r}")
-    keep = as_mask(mask, token_losses=token_losses)
-    kept = select(token_losses, keep)
-    row_tokens = keep.sum(-1)
-    rows = (row_tokens > 0).sum().clamp(min=1)
-    if mode == "token_mean":
-        return kept.sum() / row_tokens.sum().clamp(min=1)
-    if mode == "sequence_mean":
-        return (kept.sum(-1) / row_tokens.clamp(min=1)).sum() / rows
-    if mode == "constant" and constant is not None:
-        return kept.sum() / (rows * constant)
-    raise ValueError(f"loss reduction {mode!r} is unknown; choose token_mean, sequence_mean or constant")
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, Ratio]:

@@ -86,6 +86,19 @@ def normalize_scores(scores: Tensor, moments: RunningMoments, clip: float | None
     return z.to(dtype)
 
 
+def scale_scores(scores: Tensor, moments: RunningMoments, clip: float | None) -> Tensor:
+    """``scores / std`` by the running std, not centred, clipped to [-clip, clip] (None: not clipped). Shape kept.
+
+    Without variance yet scores stay as they are. NaN scores stay NaN.
+
+    Raises:
+        ValueError: clip is not positive.
+    """
+    centre = RunningMoments()
+    centre.load_state_dict({**moments.state_dict(), "mean": 0.0})
+    return normalize_scores(scores, centre, clip)
+
+
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """``-kl_coef * kl`` on every masked-in token, plus the score on the last one of each row: [B, T].
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_cluster.config import Config
+from rlhf_cluster.config import Config, checkpoint_layout
 
 
 class PreflightError(ValueError):
@@ -66,13 +66,8 @@ def check_learner_layout(folder: Path, config: Config) -> None:
         PreflightError: naming the setting, its saved value and the fix.
     """
     saved = json.loads((folder / "learner.json").read_text(encoding="utf-8"))["layout"]
-    now = {
-        "learner.ranks": config.learner.ranks,
-        "learner.zero_stage": config.learner.zero_stage,
-        "model.dtype": config.model.dtype,
-    }
-    for key, value in now.items():
-        if saved[key] != value:
+    for key, value in checkpoint_layout(config.model, config.algorithm, config.learner).items():
+        if saved.get(key, value) != value:
             raise PreflightError(
                 f"{key} is {value} but the checkpoint was saved with {saved[key]}, and its optimizer state is cut for "
                 f"that; set it as before, or start a new run from {folder / 'policy'}"

@@ -29,6 +29,12 @@ UNSCORABLE_REASONS: Final = (
     *("too_long", "unrenderable", "function_error", "not_finite"),  # what the reward scorer says
     *("score", "ref_logprobs", "behaviour_logprobs", "other"),  # what the controller finds
 )
+EXCLUSION_KINDS: Final = ("score", "ref_logprobs", "behaviour_logprobs", "proximal_logprobs", "values", "group")
+"""What of a rollout was not finite when the learner left it out; ``group``: nothing of its own, but it went with its
+group."""
+KL_ESTIMATORS: Final = ("k1", "k2", "k3", "full")
+RATIO_QUANTILES: Final = {"0.01": "ratio_q01", "0.5": "ratio_q50", "0.99": "ratio_q99"}
+"""Quantile -> the learner's own name of it."""
 ATTEMPT_STATES: Final = (
     ("dispatched", "none"),
     ("trained", "none"),
@@ -206,7 +212,31 @@ _TABLE: Final = (
     Metric("rlhf_value_loss", "gauge", "squared score", "Loss of the critic, a token."),
     Metric("rlhf_value_clip_fraction", "gauge", "of tokens", "Tokens whose value was clipped."),
     Metric("rlhf_clip_fraction", "gauge", "of tokens", "Tokens whose ratio was clipped."),
+    Metric("rlhf_dual_clip_fraction", "gauge", "of tokens", "Tokens whose loss the dual clip held."),
     Metric("rlhf_ratio_mean", "gauge", "ratio", "Current over proximal probability."),
+    Metric(
+        "rlhf_ratio_quantile",
+        "gauge",
+        "ratio",
+        "The same when each token was last trained, at a quantile over tokens.",
+        ("quantile",),
+    ),
+    Metric("rlhf_kl_loss", "gauge", "nats per token", "KL term of the policy loss, before its coef.", ("estimator",)),
+    Metric("rlhf_entropy_bonus", "gauge", "nats per token", "Entropy that the bonus is paid for, before its coef."),
+    Metric("rlhf_ptx_nll", "gauge", "nats per token", "Negative log-likelihood of the text mixed in, temperature 1."),
+    Metric(
+        "rlhf_target_kl_left_out_fraction", "gauge", "of steps", "Policy steps left out because of learner.target_kl."
+    ),
+    Metric("rlhf_critic_pretrain_loss", "gauge", "squared score", "Critic loss of the last pass of its pre-training."),
+    Metric("rlhf_critic_pretrain_steps", "gauge", "steps", "Critic optimizer steps of its pre-training."),
+    Metric(
+        "rlhf_excluded_rollouts_total",
+        "counter",
+        "rollouts",
+        "Rollouts the learner left out because a number was not finite, by what it was.",
+        ("kind",),
+        closed=_each(EXCLUSION_KINDS),
+    ),
     Metric("rlhf_importance_weight_mean", "gauge", "ratio", "Proximal over behaviour probability, after the cap."),
     Metric("rlhf_importance_cap_fraction", "gauge", "of tokens", "Tokens whose importance weight met the cap."),
     Metric("rlhf_entropy", "gauge", "nats per token", "Entropy of the policy at the sampled positions."),
@@ -227,7 +257,7 @@ _TABLE: Final = (
         ("model",),
         closed=_each(MODELS),
     ),
-    Metric("rlhf_padding_share", "gauge", "of slots", "Padding in the micro-batches."),
+    Metric("rlhf_padding_share", "gauge", "of slots", "Padding in the micro-batches.", ("model",)),
     Metric("rlhf_train_compute_seconds", "gauge", "seconds", "A learner step as the ranks measured it."),
 )
 
@@ -237,8 +267,11 @@ LEARNER_PREFIX: Final = "rlhf_learner_"
 """A learner metric this table does not know is exported as a gauge under this prefix, so that nothing is lost."""
 
 LEARNER_GAUGES: Final[dict[str, tuple[str, dict[str, str]]]] = {
-    "kl_reference_k1": ("rlhf_kl_reference", {"estimator": "k1"}),
-    "kl_reference_k3": ("rlhf_kl_reference", {"estimator": "k3"}),
+    **{f"kl_reference_{kind}": ("rlhf_kl_reference", {"estimator": kind}) for kind in KL_ESTIMATORS},
+    **{f"kl_loss_{kind}": ("rlhf_kl_loss", {"estimator": kind}) for kind in KL_ESTIMATORS},
+    **{name: ("rlhf_ratio_quantile", {"quantile": quantile}) for quantile, name in RATIO_QUANTILES.items()},
+    **{f"padding_{model}": ("rlhf_padding_share", {"model": model}) for model in MODELS},
+    "target_kl_left_out": ("rlhf_target_kl_left_out_fraction", {}),
     "kl_behaviour": ("rlhf_kl_behaviour_mean", {}),
     "nll": ("rlhf_perplexity", {}),
     "score_mean": ("rlhf_trained_score_mean", {}),
@@ -260,7 +293,11 @@ LEARNER_GAUGES: Final[dict[str, tuple[str, dict[str, str]]]] = {
             "response_length",
             "truncated_fraction",
             "kl_coef",
-            "padding_share",
+            "dual_clip_fraction",
+            "entropy_bonus",
+            "ptx_nll",
+            "critic_pretrain_loss",
+            "critic_pretrain_steps",
         )
     },
     **{f"grad_norm_{model}": ("rlhf_grad_norm", {"model": model}) for model in MODELS},
@@ -276,6 +313,7 @@ LEARNER_COUNTERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
     **{
         f"optimizer_steps_skipped_{model}": ("rlhf_optimizer_steps_skipped_total", {"model": model}) for model in MODELS
     },
+    **{f"excluded_{kind}": ("rlhf_excluded_rollouts_total", {"kind": kind}) for kind in EXCLUSION_KINDS},
 }
 """The learner's own name of a count -> metric and labels; the Ratio's ``total`` is added."""
 

@@ -52,6 +52,7 @@ def make_spec(
     *,
     dtype: Any = "float32",
     algorithm: dict[str, Any] | None = None,
+    reward: dict[str, Any] | None = None,
     max_skipped_steps: int = 5,
     **learner: Any,
 ) -> LearnerSpec:
@@ -60,19 +61,24 @@ def make_spec(
         model=ModelConfig(policy=str(models / "policy"), critic=str(models / "reward"), dtype=dtype, attention="eager"),
         algorithm=AlgorithmConfig(**(algorithm or {})),
         learner=LearnerConfig(**{"policy_lr": 1e-4, "critic_lr": 1e-4, "warmup_fraction": 0.0, **learner}),
-        reward=RewardConfig(components=({"name": "model", "kind": "model"},)),
+        reward=RewardConfig(components=({"name": "model", "kind": "model"},), **(reward or {})),
         temperature=0.9,
+        max_new_tokens=12,
         seed=3,
         steps=10,
         max_staleness=1,
         max_skipped_steps=max_skipped_steps,
+        max_unscorable_fraction=0.1,
         device="cpu",
         snapshot_dir=snapshots,
     )
 
 
-def make_batch(version: int, *, rollouts: int = 8, empty: int = 0) -> TrainBatch:
-    """Groups of two rollouts with 1 to 12 random tokens, half of them truncated, tokens of versions v-1 and v."""
+def make_batch(version: int, *, rollouts: int = 8, empty: int = 0, reference_gap: float = 0.1) -> TrainBatch:
+    """Groups of two rollouts with 1 to 12 random tokens, half of them truncated, tokens of versions v-1 and v.
+
+    The reference's log-probs are ``reference_gap`` nats below the behaviour's.
+    """
     generator = np.random.default_rng(version)
     members = []
     for index in range(rollouts):
@@ -94,6 +100,6 @@ def make_batch(version: int, *, rollouts: int = 8, empty: int = 0) -> TrainBatch
             sampling=Sampling(temperature=0.9, max_new_tokens=12, seed=index),
         )
         score = float(generator.normal())
-        members.append(ScoredRollout(rollout, score, {"model": score}, logprobs - np.float32(0.1)))
+        members.append(ScoredRollout(rollout, score, {"model": score}, logprobs - np.float32(reference_gap)))
     groups = [ScoredGroup(f"g{first // 2}", tuple(members[first : first + 2])) for first in range(0, rollouts, 2)]
     return TrainBatch(version, tuple(groups))

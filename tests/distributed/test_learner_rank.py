@@ -116,7 +116,7 @@ def _diverge(rank: int, folder: Path) -> dict[str, Any]:
             if name.startswith("optimizer_steps") or name.startswith("grad_norm_policy")
         },
         "same": all(torch.equal(before[name], weight) for name, weight in _all_weights(learner).items()),
-        "moments": learner.state()["moments"]["count"],
+        "moments": learner.state()["update"]["moments"]["count"],
     }
     try:
         learner.train(make_batch(0))

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rlhf_cluster.config import Config, RewardComponent, derived_table
+from rlhf_cluster.config import Config, RewardComponent, config_warnings, derived_table
 from rlhf_cluster.config_io import ConfigError, all_keys, dump_config, load_config
+from rlhf_cluster.presets import preset_names
 
 CONFIGS = Path("configs")
 TINY = CONFIGS / "tiny_test.yaml"
@@ -63,6 +64,186 @@ def test_a_bad_override_is_refused_naming_file_or_override_and_key(override: str
         load_config(TINY, [override])
     for word in words:
         assert word in str(refused.value)
+
+
+GRPO = ["algorithm.name=grpo", "learner.critic_lr=1.65e-6", "learner.critic_pretrain_steps=0"]
+ADAPTIVE = ["algorithm.kl.controller=adaptive", "algorithm.kl.target=0.1"]
+
+
+def test_the_group_config_that_the_next_tests_spoil_is_valid() -> None:
+    assert load_config(TINY, GRPO).algorithm.name == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # KL
+        (["algorithm.kl.place=both"], ["never into both", "place: reward or place: loss"]),
+        (["algorithm.kl.place=[reward, loss]"], ["never into both"]),
+        (["algorithm.kl.place=loss"], ["estimator: k1", "place: loss", "gradient is zero in expectation", "k2", "k3"]),
+        (["algorithm.kl.coef=0", "algorithm.kl.estimator=full"], ["estimator", "coef: 0"]),
+        (
+            ["algorithm.kl.coef=0", "algorithm.kl.place=loss", "algorithm.kl.estimator=k3"],
+            ["place, estimator", "coef: 0"],
+        ),
+        (["algorithm.kl.coef=0", *ADAPTIVE, "algorithm.kl.horizon=100"], ["controller", "coef: 0"]),
+        ([*ADAPTIVE], ["controller: adaptive", "horizon"]),
+        ([*ADAPTIVE, "algorithm.kl.horizon=1.6"], ["algorithm.kl.horizon 1.6", "above 1.6", "8 samples"]),
+        (
+            [*GRPO, "algorithm.kl.coef=0", "reward.normalize=scale", "reward.clip=null"],
+            ["reward.normalize: scale", "algorithm.name: grpo", "normalize: none"],
+        ),
+        (["algorithm.kl.controller=adaptive", "algorithm.kl.horizon=100"], ["controller: adaptive", "target"]),
+        (["algorithm.kl.horizon=100"], ["horizon", "controller: fixed"]),
+        # group methods
+        (
+            [*GRPO, "rollout.samples_per_prompt=1"],
+            ["algorithm.name: grpo", "rollout.samples_per_prompt is 1", "at least 2"],
+        ),
+        *(
+            ([*GRPO, f"algorithm.{key}={value}"], [key, "name: grpo", "no critic"])
+            for key, value in (("gamma", 0.9), ("lam", 0.9), ("bootstrap_truncated", "false"), ("value_clip", "null"))
+        ),
+        *(
+            ([*GRPO, override], [override.split("=")[0], "algorithm.name: grpo", "no critic"])
+            for override in (
+                *("learner.critic_lr=1e-3", "learner.critic_decay=linear", "learner.critic_pretrain_steps=3"),
+                *("learner.critic_layers=2", "model.critic=models/critic"),
+            )
+        ),
+        (
+            [*GRPO, "learner.critic_pretrain_steps=3", "learner.critic_pretrain_loss=0.1"],
+            ["learner.critic_pretrain_steps, learner.critic_pretrain_loss", "algorithm.name: grpo"],
+        ),
+        (
+            [*GRPO, "learner.critic_decay=linear", "learner.final_lr_fraction=0.1"],
+            ["learner.final_lr_fraction", "learner.policy_decay: constant"],
+        ),
+        # importance weights
+        (["algorithm.proximal=behaviour", "algorithm.importance=token"], ["importance: token", "proximal: behaviour"]),
+        (
+            ["algorithm.proximal=reference", "algorithm.importance=sequence"],
+            ["importance: sequence", "proximal: reference"],
+        ),
+        (["algorithm.importance=none", "algorithm.importance_cap=3"], ["importance_cap", "importance: none"]),
+        (["algorithm.proximal=behaviour", "algorithm.importance_cap=3"], ["importance_cap", "proximal: behaviour"]),
+        (
+            ["algorithm.importance=sequence", "algorithm.importance_cap=null"],
+            ["importance: sequence", "importance_cap"],
+        ),
+        # losses
+        (["algorithm.reduction_constant=100"], ["reduction_constant", "reduction: token_mean", "reduction: constant"]),
+        (
+            ["algorithm.reduction=sequence_mean", "algorithm.reduction_constant=100"],
+            ["reduction_constant", "reduction: sequence_mean"],
+        ),
+        (["algorithm.entropy.clip=1"], ["algorithm.entropy", "clip", "coef: 0"]),
+        (["algorithm.dual_clip=1"], ["algorithm.dual_clip", "1"]),
+        (["algorithm.importance_cap=0.5"], ["algorithm.importance_cap", "0.5"]),
+        (["algorithm.ptx.coef=0.1"], ["algorithm.ptx.file", "required"]),
+        (["algorithm.ptx.file=a.txt", "algorithm.ptx.coef=0"], ["algorithm.ptx.coef"]),
+        # learner
+        (
+            ["learner.target_kl=0.1", "learner.minibatches=1"],
+            ["target_kl", "epochs 1, minibatches 1", "learner.epochs"],
+        ),
+        (
+            ["learner.critic_pretrain_loss=0.1", "learner.critic_pretrain_steps=0"],
+            ["critic_pretrain_loss", "critic_pretrain_steps: 0"],
+        ),
+        (["learner.final_lr_fraction=0.1"], ["final_lr_fraction", "policy_decay and critic_decay are constant"]),
+        # models
+        (
+            ["reward.components=[{name: length, kind: length}]", "model.critic=models/critic"],
+            ["model.reward is used by nothing", "kind: model"],
+        ),
+        (
+            ["reward.components=[{name: length, kind: length}]", "model.reward=null"],
+            ["critic has nothing to start from", "model.critic or model.reward"],
+        ),
+        (
+            [*GRPO, "reward.components=[{name: length, kind: length}]"],
+            ["model.reward is used by nothing", "kind: model"],
+        ),
+    ],
+    ids=lambda value: " ".join(value)[-70:] if isinstance(value, list) else value,
+)
+def test_an_impossible_or_inert_combination_is_refused_naming_its_keys(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TINY, overrides)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.kl.place=loss", "algorithm.kl.estimator=k2"],
+        ["algorithm.kl.estimator=full"],
+        ["algorithm.kl.coef=0"],
+        [*ADAPTIVE, "algorithm.kl.horizon=100"],
+        ["algorithm.proximal=reference"],
+        ["algorithm.importance=sequence"],
+        ["algorithm.importance_cap=null"],
+        ["algorithm.reduction=constant"],
+        ["algorithm.reduction=constant", "algorithm.reduction_constant=100"],
+        ["algorithm.entropy.coef=0.1", "algorithm.entropy.clip=1"],
+        ["algorithm.ptx.file=a.txt", "algorithm.ptx.coef=0.1"],
+        ["learner.target_kl=0.1"],
+        ["learner.critic_pretrain_loss=0.1"],
+        ["learner.policy_decay=cosine", "learner.final_lr_fraction=0.1"],
+        ["learner.critic_decay=linear", "learner.final_lr_fraction=0.1"],
+        ["reward.components=[{name: length, kind: length}]"],
+        [*GRPO, "model.reward=null", "reward.components=[{name: length, kind: length}]"],
+        [*GRPO, "algorithm.advantage_norm=true", "learner.policy_decay=linear", "learner.final_lr_fraction=0.1"],
+    ],
+    ids=" ".join,
+)
+def test_a_combination_in_which_every_option_acts_is_accepted(overrides: list[str]) -> None:
+    load_config(TINY, overrides)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_baseline"])
+def test_every_group_method_is_refused_for_groups_of_one(name: str) -> None:
+    assert not load_config(TINY, [*GRPO, f"algorithm.name={name}"]).algorithm.uses_critic
+    with pytest.raises(ConfigError, match=f"algorithm.name: {name} compares"):
+        load_config(TINY, [*GRPO, f"algorithm.name={name}", "rollout.samples_per_prompt=1"])
+
+
+def test_what_null_stands_for_depends_on_the_method_and_the_proximal_policy() -> None:
+    assert load_config(TINY).algorithm.whitens
+    assert not load_config(TINY, GRPO).algorithm.whitens
+    assert load_config(TINY, [*GRPO, "algorithm.advantage_norm=true"]).algorithm.whitens
+    kinds = {
+        proximal: load_config(TINY, [f"algorithm.proximal={proximal}"]).algorithm.importance_kind
+        for proximal in ("recomputed", "behaviour", "reference")
+    }
+    assert kinds == {"recomputed": "token", "behaviour": "none", "reference": "none"}
+
+
+def test_an_error_within_a_section_names_only_the_sources_of_the_keys_it_is_about() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(TINY, ["learner.epochs=2", "learner.critic_pretrain_loss=0.1", "learner.critic_pretrain_steps=0"])
+    assert str(refused.value).startswith(
+        "override 'learner.critic_pretrain_loss=0.1' + override 'learner.critic_pretrain_steps=0': learner: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], []),
+        (["learner.minibatches=1"], ["learner.epochs 1, learner.minibatches 1", "clip_low, clip_high and dual_clip"]),
+        (["learner.minibatches=1", "learner.epochs=2"], []),
+        (["learner.minibatches=1", "algorithm.proximal=behaviour"], []),
+        (["algorithm.reduction=sequence_mean"], ["algorithm.reduction: sequence_mean", "length bias"]),
+        (["algorithm.reduction=constant"], []),
+    ],
+)
+def test_a_doubtful_combination_is_allowed_and_warned_of(overrides: list[str], words: list[str]) -> None:
+    warnings = config_warnings(load_config(TINY, overrides))
+    assert len(warnings) == (1 if words else 0)
+    assert all(word in warning for warning in warnings for word in words)
 
 
 def test_an_error_names_the_file(tmp_path: Path) -> None:
@@ -159,8 +340,11 @@ def test_loading_a_config_imports_no_heavy_package() -> None:
 def test_the_config_reference_lists_every_key_with_its_description() -> None:
     from docs.generate_config_reference import reference
 
-    assert Path("docs/config.md").read_text() == reference(), "run: python -m docs.generate_config_reference"
-    assert all(f"`{key}`" in reference() for key in all_keys() if "." in key)
+    page = reference()
+    assert Path("docs/config.md").read_text() == page, "run: python -m docs.generate_config_reference"
+    assert all(f"`{key}`" in page for key in all_keys() if "." in key)
+    assert all(f"`{name}`" in page for name in preset_names())
+    assert "One of: token, sequence, none." in page, "choices of a key that may be null"
 
 
 def test_every_field_is_read_by_the_code() -> None:
@@ -169,14 +353,18 @@ def test_every_field_is_read_by_the_code() -> None:
         path.read_text()
         for package in ("rlhf_cluster", "actors", "learner")
         for path in Path(package).rglob("*.py")
-        if path.name not in {"config.py", "config_io.py"}
+        # These name keys without reading them.
+        if path.name not in {"config.py", "config_io.py", "config_keys.py", "presets.py"}
     ]
     # Read inside config.py itself, by a property that the code uses instead.
-    through_property = {"model.reference": "reference_path"}
+    through_property = {
+        "model.reference": "reference_path",
+        "algorithm.importance": "importance_kind",
+        "algorithm.advantage_norm": "whitens",
+    }
     unread = [
         key
         for key in all_keys()
         if not any(re.search(rf"\.{through_property.get(key, key.rsplit('.', 1)[-1])}\b", text) for text in sources)
     ]
-    # One value so far, like algorithm.name: it says where the penalty goes and leaves room for `loss`.
-    assert unread == ["algorithm.kl.place"]
+    assert unread == []

@@ -82,7 +82,7 @@ def test_each_logprob_belongs_to_its_own_token_and_not_to_a_neighbour() -> None:
     policy = PolicyModel(CounterModel(), temperature=1.0)
     inputs = collate([pair([3, 4], [5, 6, 7]), pair([1, 2, 3, 4, 5, 6], [7])], CPU)
     with torch.no_grad():
-        logprobs, _ = policy(inputs)
+        logprobs = policy(inputs).logprobs
     expected = torch.tensor([[math.log(0.999)] * 3, [math.log(0.999), 0.0, 0.0]])
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
 

@@ -92,6 +92,35 @@ def test_the_job_trains_the_config_and_joins_the_cluster_it_runs_on(tmp_path: Pa
     assert command == [*train, "run.steps=3", "cluster.address=auto"]
 
 
+def test_the_job_gets_the_presets_before_the_overrides_which_win(tmp_path: Path) -> None:
+    presets = ["ppo_max", "ablation_kl_0_1"]
+    command = train_command(config_in(tmp_path), ["algorithm.kl.coef=0.3"], tmp_path, presets=presets)
+    options = ["--preset", "ppo_max", "--preset", "ablation_kl_0_1"]
+    assert command[4:] == ["configs/run.yaml", *options, "algorithm.kl.coef=0.3", "cluster.address=auto"]
+
+
+def test_a_preset_given_by_path_goes_by_its_path_in_the_folder_that_is_sent(tmp_path: Path) -> None:
+    write(tmp_path / "mine" / "parent.yaml", "parent: ppo_max\nrun: {steps: 2}")
+    preset = write(tmp_path / "mine" / "child.yaml", "parent: parent.yaml\nrun: {steps: 3}")
+    command = train_command(config_in(tmp_path), [], tmp_path, presets=[str(preset)])
+    assert command[5:7] == ["--preset", "mine/child.yaml"]
+
+
+@pytest.mark.parametrize("outside", ["preset", "parent"])
+def test_a_preset_outside_the_folder_that_is_sent_is_refused(tmp_path: Path, outside: str) -> None:
+    project = tmp_path / "project"
+    away = write(tmp_path / "elsewhere" / "away.yaml", "run: {steps: 2}")
+    child = write(project / "child.yaml", "parent: ../elsewhere/away.yaml")
+    with pytest.raises(ValueError, match=r"preset: \S*away\.yaml lies outside"):
+        train_command(config_in(project), [], project, presets=[str(away if outside == "preset" else child)])
+
+
+def test_a_model_that_a_preset_names_is_checked_like_any_other(tmp_path: Path) -> None:
+    preset = write(tmp_path / "tiny.yaml", "model: {critic: models/critic}")
+    with pytest.raises(ValueError, match=r"model\.critic: models/critic is not sent"):
+        train_command(config_in(tmp_path), [], tmp_path, presets=[str(preset)])
+
+
 def test_a_cluster_address_the_user_chose_is_kept(tmp_path: Path) -> None:
     command = train_command(config_in(tmp_path), ["cluster.address=10.0.0.5:6379"], tmp_path)
     assert command[-1] == "cluster.address=10.0.0.5:6379"
