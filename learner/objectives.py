@@ -101,10 +101,18 @@ def value_objective(
     return Contribution(loss.total / n_tokens, loss.metrics)
 
 
-def text_objective(engine: TrainEngine, inputs: ModelInputs, *, coef: float, n_tokens: int) -> Contribution:
-    """PPO-ptx: ``coef`` times the negative log-likelihood at temperature 1, a mean over ``n_tokens``."""
+def text_objective(
+    engine: TrainEngine, inputs: ModelInputs, *, filler: bool, coef: float, n_tokens: int
+) -> Contribution:
+    """PPO-ptx: ``coef`` times the negative log-likelihood at temperature 1, a mean over ``n_tokens``.
+
+    ``filler``: the row is nobody's text, only there so that this rank takes part, and weighs nothing.
+    """
     logprobs = engine(inputs, temperature=1.0).logprobs
-    # Outside the response mask log-probs are exact zeros; the filler row has no token under its mask.
-    nll = -logprobs[inputs.response_mask].sum() if bool(inputs.response_mask.any()) else 0.0 * logprobs.sum()
-    count = float(inputs.response_mask.sum())
-    return Contribution(coef * nll / n_tokens, {"ptx_nll": Ratio(float(nll.detach()), count)})
+    if filler:
+        return Contribution(0.0 * logprobs.sum(), {"ptx_nll": Ratio(0.0, 0.0)})
+    # Outside the response mask log-probs are exact zeros.
+    nll = -logprobs.sum()
+    return Contribution(
+        coef * nll / n_tokens, {"ptx_nll": Ratio(float(nll.detach()), float(inputs.response_mask.sum()))}
+    )

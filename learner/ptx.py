@@ -56,4 +56,4 @@ class TextTraining:
         # The first token of a block is predicted by nothing.
         rows = [(block[:1], block[1:]) for block in blocks]
         inputs = collate(rows, self._ranks.device, packed=self._packed)
-        return text_objective(engine, inputs, coef=self._config.coef, n_tokens=n_tokens)
+        return text_objective(engine, inputs, filler=not rows, coef=self._config.coef, n_tokens=n_tokens)

@@ -117,7 +117,7 @@ class Trainer:
             part = experience.take(micro_batch, inputs.response_ids.shape[1], self._ranks.device)
             compute = functools.partial(objective, self.engine, inputs, part)
             last = not extras and index == len(mine) - 1
-            self.engine.accumulate(functools.partial(loss_of, compute, micro_batch), last=last)
+            self.engine.accumulate(functools.partial(loss_of, compute, rows=micro_batch), last=last)
         for index, extra in enumerate(extras):
             compute = functools.partial(extra, self.engine)
             self.engine.accumulate(functools.partial(loss_of, compute), last=index == len(extras) - 1)
@@ -138,7 +138,12 @@ class Trainer:
         return StepResult(outcome.stepped, seen)
 
     def _inputs(self, tensors: BatchTensors, micro_batch: MicroBatch) -> ModelInputs:
-        return collate([tensors.pairs[row] for row in micro_batch], self._ranks.device, packed=self.packed)
+        inputs = collate([tensors.pairs[row] for row in micro_batch], self._ranks.device, packed=self.packed)
+        sampled = [token for row in micro_batch for token in tensors.pairs[row][1].tolist()]
+        # A filler has a row, but no token of anybody.
+        if micro_batch and inputs.response_ids[inputs.response_mask].tolist() != sampled:
+            raise RuntimeError(f"rollouts {[tensors.ids[row] for row in micro_batch]}: other ids than were sampled")
+        return inputs
 
     def _mine(self, plan: Sequence[MiniBatchPlan]) -> list[MicroBatch]:
         return [micro_batch for minibatch in plan for micro_batch in minibatch.ranks[self._ranks.rank]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +74,26 @@ def make_spec(
     )
 
 
-def make_batch(version: int, *, rollouts: int = 8, empty: int = 0, reference_gap: float = 0.1) -> TrainBatch:
+def make_batch(
+    version: int,
+    *,
+    rollouts: int = 8,
+    empty: int = 0,
+    reference_gap: float = 0.1,
+    lengths: Sequence[int] | None = None,
+) -> TrainBatch:
     """Groups of two rollouts with 1 to 12 random tokens, half of them truncated, tokens of versions v-1 and v.
 
-    The reference's log-probs are ``reference_gap`` nats below the behaviour's.
+    The reference's log-probs are ``reference_gap`` nats below the behaviour's. ``lengths`` are those of the answers,
+    instead of random ones; prompts have one token then.
     """
     generator = np.random.default_rng(version)
     members = []
     for index in range(rollouts):
         n_tokens = 0 if index < empty else int(generator.integers(1, 13))
+        n_prompt = int(generator.integers(1, 6))
+        if lengths is not None:
+            n_tokens, n_prompt = lengths[index], 1
         oldest = max(0, version - 1)
         half = n_tokens // 2
         spans = (VersionSpan(oldest, 0, half), VersionSpan(version, half, n_tokens))
@@ -92,7 +103,7 @@ def make_batch(version: int, *, rollouts: int = 8, empty: int = 0, reference_gap
             rollout_id=f"v{version}/{index}",
             attempt=0,
             group_id=f"g{index // 2}",
-            prompt_token_ids=generator.integers(3, VOCAB, int(generator.integers(1, 6))),
+            prompt_token_ids=generator.integers(3, VOCAB, n_prompt),
             token_ids=generator.integers(3, VOCAB, n_tokens),
             behaviour_logprobs=logprobs,
             version_spans=spans,
