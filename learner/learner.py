@@ -66,6 +66,11 @@ class LearnerRank:
             raise RuntimeError(f"algorithm.name: {self.spec.algorithm.name} has no critic")
         return self._updater.critic.engine
 
+    @property
+    def progress(self) -> int:
+        """Micro-batches run so far; may be read from another thread while ``train`` runs. Not collective."""
+        return sum(trainer.micro_batches_run for trainer in self._updater.trainers)
+
     def train(self, batch: TrainBatch) -> UpdateResult:
         """One learner step. The version grows by one when at least one policy optimizer step was applied.
 
@@ -123,8 +128,8 @@ class LearnerRank:
             save_json(folder / _STATE_FILE, self.state())
         dist.barrier()
 
-    def load(self, folder: Path) -> None:
-        """Go on exactly where ``save`` stood.
+    def load(self, folder: Path, *, version: int | None = None) -> None:
+        """Go on exactly where ``save`` stood; as ``version``, when the saved one was already published beyond.
 
         Raises:
             ValueError: it was written by another number of ranks, ZeRO stage or dtype, or with a critic or without one.
@@ -139,7 +144,7 @@ class LearnerRank:
                 )
         for engine, _ in self._engines():
             load_engine(engine, folder)
-        self.version = int(state["version"])
+        self.version = int(state["version"]) if version is None else version
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         self._updater.load_state_dict(state["update"])
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))

@@ -4,18 +4,21 @@
                                                         \\__ gloo or nccl __/
 
 Work goes to all ranks or to none; the first rank that fails ends the call with its own error, and a rank that does not
-answer is named.
+answer is named. While a batch is trained a second thread of every rank says how far it is: when none of them moves for
+``learner.stall_timeout_s`` the collective has stalled, and the ranks print their stacks before the call ends. A group
+that failed is rebuilt with ``restart`` and goes on from a checkpoint with ``load``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import logging
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +39,17 @@ logger = logging.getLogger(__name__)
 _SECONDS_FOR_OTHER_FAILURES = 3.0
 _PEER_FAILURE_MARKS = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "ProcessGroup")
 _CLOSE_TIMEOUT_S = 20.0
+# How often the ranks are asked how far they are.
+_POLL_S = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
 class LearnerFailed(RuntimeError):
     """A learner rank died or raised; the message names the rank and carries its error."""
+
+
+class LearnerStalled(LearnerFailed):
+    """No rank ran a micro-batch for ``learner.stall_timeout_s``."""
 
 
 class RankActor:
@@ -105,11 +114,26 @@ class RankActor:
     def save(self, folder: Path) -> None:
         self._ready().save(folder)
 
-    def load(self, folder: Path) -> int:
+    def load(self, folder: Path, version: int | None) -> int:
         """Restore; returns the version."""
         learner = self._ready()
-        learner.load(folder)
+        learner.load(folder, version=version)
         return learner.version
+
+    def renumber(self, version: int) -> int:
+        """Call the weights that are loaded ``version``."""
+        self._ready().version = version
+        return version
+
+    @ray.method(concurrency_group="health")
+    def progress(self) -> int:
+        """Micro-batches run so far, also while another thread trains."""
+        return self._learner.progress if self._learner is not None else 0
+
+    @ray.method(concurrency_group="health")
+    def dump_stacks(self) -> None:
+        """Print what every thread is doing to this rank's log."""
+        faulthandler.dump_traceback(all_threads=True)
 
     def close(self) -> None:
         if self._learner is not None:
@@ -166,7 +190,7 @@ class LearnerGroup:
         Raises:
             LearnerFailed, TimeoutError: naming the rank.
         """
-        remote = ray.remote(RankActor)
+        remote = ray.remote(concurrency_groups={"health": 1})(RankActor)
         size = self._spec.learner.ranks
         self._actors = [
             remote.options(**options).remote(rank, size, self._spec.learner.cpu_threads)
@@ -187,7 +211,7 @@ class LearnerGroup:
             LearnerFailed, TimeoutError: naming the rank.
         """
         await self._published()
-        results = await self._call("train", ray.put(batch))
+        results = await self._watched(self._call("train", ray.put(batch)))
         versions = {result.version for result in results}
         if len(versions) != 1:
             raise LearnerFailed(f"learner ranks disagree on the version after a step: {sorted(versions)}")
@@ -228,9 +252,22 @@ class LearnerGroup:
         await self._published()
         await self._call("save", folder)
 
-    async def load(self, folder: Path) -> None:
-        """Go on where ``save`` stood; ``version`` is the saved one afterwards."""
-        self._version = (await self._call("load", folder))[0]
+    async def load(self, folder: Path, *, version: int | None = None) -> None:
+        """Go on where ``save`` stood; ``version`` is the saved one afterwards, unless another is given."""
+        self._version = (await self._call("load", folder, version))[0]
+
+    async def restart(self, *, version: int) -> None:
+        """End every rank, whatever it is doing, and start new ones from the model folders, as ``version``.
+
+        Snapshots stay: a worker may be reading one.
+
+        Raises:
+            LearnerFailed, TimeoutError: naming the rank that did not come up.
+        """
+        self._kill()
+        self._publication = self._transport = None
+        await self.start()
+        self._version = (await self._call("renumber", version))[0]
 
     async def close(self) -> None:
         """Free the ranks and end their processes, also those that do not answer; snapshots are removed."""
@@ -241,11 +278,54 @@ class LearnerGroup:
         except (LearnerFailed, TimeoutError) as error:
             logger.warning("closing the learner: %s", error)
         finally:
-            for actor in self._actors:
-                ray.kill(actor)
-            self._actors.clear()
+            self._kill()
             # A rank that died could not remove its own.
             shutil.rmtree(self._spec.snapshot_dir, ignore_errors=True)
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors.clear()
+
+    async def _watched(self, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+        """The answers of ``call``, unless no rank runs a micro-batch for ``learner.stall_timeout_s``."""
+        answer = asyncio.ensure_future(call)
+        stall_s = self._spec.learner.stall_timeout_s
+        seen, since = -1, asyncio.get_running_loop().time()
+        try:
+            while not answer.done():
+                await asyncio.wait([answer], timeout=min(_POLL_S, stall_s / 4))
+                now = asyncio.get_running_loop().time()
+                done = await self._progress()
+                if done != seen:
+                    seen, since = done, now
+                elif now - since > stall_s and not answer.done():
+                    await self._dump_stacks()
+                    ranks = list(range(len(self._actors)))
+                    raise LearnerStalled(
+                        f"learner ranks {ranks} ran no micro-batch for {stall_s:g} s (learner.stall_timeout_s) in "
+                        "'train': a rank hangs, or waits for one in a collective; their stacks are in the ranks' logs"
+                    )
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def _progress(self) -> int:
+        """Micro-batches run by all ranks that answer at once; one that does not has made no progress."""
+        answers = [asyncio.ensure_future(_value(actor.progress.remote())) for actor in self._actors]
+        done, silent = await asyncio.wait(answers, timeout=_POLL_S)
+        for task in silent:
+            task.cancel()
+        return sum(task.result() for task in done if task.exception() is None)
+
+    async def _dump_stacks(self) -> None:
+        dumps = [asyncio.ensure_future(_value(actor.dump_stacks.remote())) for actor in self._actors]
+        await asyncio.wait(dumps, timeout=_POLL_S)
+        for task in dumps:
+            if not task.done():
+                task.cancel()
+            elif task.exception() is not None:
+                logger.warning("a learner rank could not print its stacks: %s", task.exception())
 
     async def _announce(self, broadcast: WeightBroadcast) -> WeightSnapshot:
         rank_0, timeout_s = self._actors[0], self._spec.learner.timeout_s

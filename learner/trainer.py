@@ -36,6 +36,8 @@ class StepResult:
 class Trainer:
     """Every public method but ``plan`` is collective: all ranks call it alike.
 
+    ``micro_batches_run`` counts forward passes, so that somebody else can see whether this rank goes on.
+
     Args:
         packed: whether this model takes samples laid end to end.
         micro_batch_tokens: ``learner.micro_batch_tokens``.
@@ -44,6 +46,7 @@ class Trainer:
     def __init__(self, engine: TrainEngine, ranks: Ranks, *, packed: bool, micro_batch_tokens: int) -> None:
         self.engine = engine
         self.packed = packed
+        self.micro_batches_run = 0
         self._ranks = ranks
         self._micro_batch_tokens = micro_batch_tokens
 
@@ -81,6 +84,7 @@ class Trainer:
                 results = compute(self.engine, inputs)
             for target, computed in zip(collected, results, strict=True):
                 place(target, micro_batch, computed)
+            self.micro_batches_run += 1
         return [self._ranks.total(part) for part in collected]
 
     def step(
@@ -109,6 +113,7 @@ class Trainer:
             means.update(contribution.means)
             if watch is not None and rows is not None:
                 watch(rows, contribution)
+            self.micro_batches_run += 1
             return contribution.loss
 
         for index, micro_batch in enumerate(mine):

@@ -64,6 +64,11 @@ class WeightPublisher:
         self._folder = folder
         self._rank = rank
         self._written: list[Path] = []
+        if rank == 0:
+            # What a learner group that died left here: workers may still read the whole ones.
+            for partial in folder.glob("v*.partial"):
+                partial.unlink()
+            self._written = sorted(folder.glob("v*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
     def write(self, version: int) -> WeightSnapshot | None:
         """Write the current weights as ``version``: rank 0 returns the snapshot, the others None. Collective."""

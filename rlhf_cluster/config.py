@@ -371,6 +371,9 @@ class LearnerConfig(Section):
     )
     cpu_threads: PositiveInt = Field(1, description="OpenMP threads of a rank (cpu only).")
     timeout_s: Positive = Field(1800.0, description="Seconds a learner call (step, save, snapshot) may take.")
+    stall_timeout_s: Positive = Field(
+        300.0, description="Seconds without a micro-batch on any rank, while a batch is trained, that mean it hangs."
+    )
 
     @property
     def updates_a_batch(self) -> int:

@@ -91,14 +91,14 @@ def make_batch(
     members = []
     for index in range(rollouts):
         n_tokens = 0 if index < empty else int(generator.integers(1, 13))
-        n_prompt = int(generator.integers(1, 6))
         if lengths is not None:
-            n_tokens, n_prompt = lengths[index], 1
+            n_tokens = lengths[index]
         oldest = max(0, version - 1)
         half = n_tokens // 2
         spans = (VersionSpan(oldest, 0, half), VersionSpan(version, half, n_tokens))
         finish: FinishReason = "length" if index % 2 else "stop"
         logprobs = generator.normal(-5.0, 0.5, n_tokens).astype(np.float32)
+        n_prompt = int(generator.integers(1, 6)) if lengths is None else 1
         rollout = Rollout(
             rollout_id=f"v{version}/{index}",
             attempt=0,

@@ -6,6 +6,8 @@ A field without a case fails the test.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -140,6 +142,7 @@ CASES: dict[str, list[Case]] = {
     "learner.gradient_checkpointing": [Case({"learner.gradient_checkpointing": True}, "layer calls")],
     "learner.cpu_threads": [Case({"learner.cpu_threads": 3}, "OMP_NUM_THREADS")],
     "learner.timeout_s": [Case({"learner.timeout_s": 0.02}, "error of a silent rank")],
+    "learner.stall_timeout_s": [Case({"learner.stall_timeout_s": 0.02}, "error of a stalled learner")],
     "reward.normalize": [
         Case({"reward.normalize": "scale"}, "metric normalised_score_mean"),
         Case({"reward.normalize": "none"}, "metric normalised_score_mean"),
@@ -265,22 +268,33 @@ def _omp_threads(spec: Any) -> str:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _error_of_a_silent_rank(spec: Any) -> str:
-    import asyncio
+class _Remote:
+    """A method of an actor that answers at once, or never."""
 
-    from learner.learner_group import LearnerGroup
+    def __init__(self, *, answers: bool) -> None:
+        self._answers = answers
 
-    class Silent:
-        class train:
-            @staticmethod
-            def remote(*args: Any) -> asyncio.Future[Any]:
-                return asyncio.get_running_loop().create_future()
+    def remote(self, *args: Any) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        if self._answers:
+            future.set_result(0)
+        return future
+
+
+class _SilentRank:
+    train = _Remote(answers=False)
+    progress = _Remote(answers=True)
+    dump_stacks = _Remote(answers=True)
+
+
+def _error_of_a_silent_rank(spec: Any, *, watched: bool = False) -> str:
+    from learner.learner_group import LearnerGroup, LearnerStalled
 
     async def call() -> str:
         group = LearnerGroup(spec, actor_options=[{}], start_timeout_s=1)
-        group._actors = [Silent]
-        with pytest.raises(TimeoutError) as late:
-            await group._call("train")
+        group._actors = [_SilentRank]
+        with pytest.raises(LearnerStalled if watched else TimeoutError) as late:
+            await (group._watched(group._call("train")) if watched else group._call("train"))
         return str(late.value)
 
     return asyncio.run(call())
@@ -290,6 +304,7 @@ OUTSIDE: dict[str, Callable[[Any], str]] = {
     "actors wanted": _actors_wanted,
     "OMP_NUM_THREADS": _omp_threads,
     "error of a silent rank": _error_of_a_silent_rank,
+    "error of a stalled learner": functools.partial(_error_of_a_silent_rank, watched=True),
 }
 """What shows outside the rank itself."""
 
@@ -306,8 +321,8 @@ def observed(models: Path) -> dict[str, Any]:
 )
 def test_the_field_changes_what_its_case_names(observed: dict[str, Any], models: Path, case: Case) -> None:
     before, after = _settings(case, changed=False), _settings(case, changed=True)
-    if case.observable == "error of a silent rank":
-        before = {**before, "learner.timeout_s": 0.01}
+    if case.observable.startswith("error of"):
+        before = {**before, next(iter(case.changed)): 0.01}
     if case.observable in OUTSIDE:
         look = OUTSIDE[case.observable]
         assert look(_spec(models, before)) != look(_spec(models, after))

@@ -1,4 +1,4 @@
-"""DeepSpeed under two real gloo ranks: one token denominator, skipped steps, the same update however it is split."""
+"""DeepSpeed under two real gloo ranks: one token denominator, and steps that must not be taken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 from tests.distributed.learner_ranks import make_batch, make_spec, spawn_ranks
 
 STAGES = (0, 1, 2, 3)
-SPLITS = {"one micro-batch": 10_000, "several micro-batches": 20}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # N09: (tokens, sum of the per-token loss) of two micro-batches on each of two ranks; 52 / 20 tokens = 2.6.
 TOKEN_SUMS = (((8, 8.0), (2, 18.0)), ((4, 8.0), (6, 18.0)))
@@ -50,26 +49,6 @@ def _token_mean_gradient(rank: int, stage: int) -> float:
     norm = engine.step().grad_norm
     engine.close()
     return norm
-
-
-def _train_twice(spec: Any, rank: int, world_size: int) -> dict[str, Any]:
-    from learner.learner import LearnerRank
-
-    learner = LearnerRank(spec, rank=rank, world_size=world_size)
-    results = [learner.train(make_batch(version, empty=version)) for version in (0, 1)]
-    out = {
-        "versions": [result.version for result in results],
-        "metrics": {
-            f"{name}/{index}": (ratio.total, ratio.count)
-            for index, result in enumerate(results)
-            for name, ratio in result.metrics.items()
-            if not name.endswith("_seconds") and name != "padding_share"
-        },
-        "policy": _weights(learner.policy),
-        "critic": _weights(learner.critic),
-    }
-    learner.close()
-    return out
 
 
 def _poison(rank: int, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
@@ -112,29 +91,10 @@ def _negative_mean(engine: Any, inputs: Any) -> torch.Tensor:
 
 
 def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:
-    out: dict[str, Any] = {"token_mean": {}, "train": {}, "poison": {}}
-    for stage in STAGES:
-        out["token_mean"][stage] = _token_mean_gradient(rank, stage)
-        for split, tokens in SPLITS.items():
-            spec = make_spec(folder, folder / f"s{stage}", zero_stage=stage, minibatches=2, micro_batch_tokens=tokens)
-            out["train"][(stage, split)] = _train_twice(spec, rank, 2)
-        for dtype in DTYPES:
-            out["poison"][(stage, dtype)] = _poison(rank, folder, stage, dtype)
-    return out
-
-
-def _one_rank(rank: int, folder: Path) -> dict[str, Any]:
-    out = {}
-    for stage in STAGES:
-        for split, tokens in SPLITS.items():
-            spec = make_spec(folder, folder / f"o{stage}", zero_stage=stage, minibatches=2, micro_batch_tokens=tokens)
-            out[(stage, split)] = _train_twice(spec, rank, 1)
-    return out
-
-
-@pytest.fixture(scope="module")
-def one_rank(models: Path) -> dict[Any, Any]:
-    return spawn_ranks(_one_rank, 1, models, 120)[0]
+    return {
+        "token_mean": {stage: _token_mean_gradient(rank, stage) for stage in STAGES},
+        "poison": {(stage, dtype): _poison(rank, folder, stage, dtype) for stage in STAGES for dtype in DTYPES},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -142,46 +102,9 @@ def two_ranks(models: Path) -> list[dict[str, Any]]:
     return spawn_ranks(_two_ranks, 2, models, 200)
 
 
-@pytest.fixture(scope="module")
-def reference(one_rank: dict[Any, Any]) -> dict[str, Any]:
-    return one_rank[(0, "one micro-batch")]
-
-
 def test_every_zero_stage_divides_by_the_global_token_count(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         assert rank["token_mean"] == pytest.approx(dict.fromkeys(STAGES, 2.6), abs=1e-6)
-
-
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_update_does_not_depend_on_ranks_micro_batches_or_zero_stage(
-    one_rank: dict[Any, Any],
-    two_ranks: list[dict[str, Any]],
-    reference: dict[str, Any],
-    ranks: int,
-    stage: int,
-    split: str,
-) -> None:
-    runs = [one_rank[(stage, split)]] if ranks == 1 else [rank["train"][(stage, split)] for rank in two_ranks]
-    for run in runs:
-        assert run["versions"] == [1, 2]
-        assert run["metrics"].keys() == reference["metrics"].keys()
-        for name, (total, count) in run["metrics"].items():
-            assert (total, count) == pytest.approx(reference["metrics"][name], rel=2e-5, abs=2e-5), name
-        for model in ("policy", "critic"):
-            assert run[model].keys() == reference[model].keys()
-            for name, weight in run[model].items():
-                torch.testing.assert_close(weight, reference[model][name], atol=1e-5, rtol=0, msg=name)
-
-
-def test_both_models_have_moved_in_every_weight(models: Path, reference: dict[str, Any]) -> None:
-    from safetensors.torch import load_file
-
-    for model, folder in (("policy", "policy"), ("critic", "reward")):
-        start = load_file(models / folder / "model.safetensors")
-        assert start.keys() == reference[model].keys()
-        assert [name for name, weight in reference[model].items() if torch.equal(weight, start[name])] == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -98,6 +98,7 @@ def _run(folder: Path, rank: int, world_size: int, split: tuple[str, int, int, s
             accumulate(loss, last=last)
 
         engine.step, engine.accumulate = keep_gradients, count
+    starts = {name: {key: w.clone() for key, w in iterate_weights(engine)} for name, engine in engines.items()}
     results = [learner.train(batch) for batch in _batches()]
     out = {
         "stepped": [result.stepped for result in results],
@@ -114,6 +115,12 @@ def _run(folder: Path, rank: int, world_size: int, split: tuple[str, int, int, s
             for name, engine in engines.items()
         },
     }
+    out["unmoved"] = [
+        f"{name} {key}"
+        for name, engine in engines.items()
+        for key, weight in iterate_weights(engine)
+        if torch.equal(weight, starts[name][key])
+    ]
     learner.close()
     return out
 
@@ -144,6 +151,7 @@ def test_loss_gradients_and_weights_do_not_depend_on_the_split(
     for rank in runs[ranks]:
         run = rank[split]
         assert run["stepped"] == [True, True]
+        assert run["unmoved"] == []
         assert run["forwards"]["policy"] == split[2], "this split would not be the one it is named after"
         assert run["metrics"].keys() == reference["metrics"].keys()
         for name, (total, count) in run["metrics"].items():

@@ -13,7 +13,7 @@ import pytest
 import ray
 from safetensors.torch import load_file
 
-from learner.learner_group import LearnerFailed, LearnerGroup
+from learner.learner_group import LearnerFailed, LearnerGroup, LearnerStalled
 from tests.distributed.learner_ranks import make_batch, make_spec
 from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
@@ -28,7 +28,9 @@ def ray_here() -> Iterator[None]:
 def test_two_ranks_train_publish_save_resume_and_a_dead_rank_is_named(ray_here: None, tmp_path: Path) -> None:
     build_tiny_policy(tmp_path / "policy")
     build_tiny_reward_model(tmp_path / "reward")
-    spec = make_spec(tmp_path, tmp_path / "snapshots", zero_stage=2, ranks=2, minibatches=2, timeout_s=60)
+    spec = make_spec(
+        tmp_path, tmp_path / "snapshots", zero_stage=2, ranks=2, minibatches=2, timeout_s=60, stall_timeout_s=3
+    )
 
     async def scenario() -> None:
         group = LearnerGroup(spec, actor_options=[{"num_cpus": 1}] * 2, start_timeout_s=120)
@@ -60,9 +62,22 @@ def test_two_ranks_train_publish_save_resume_and_a_dead_rank_is_named(ray_here: 
             with pytest.raises(TimeoutError, match=r"rank \[0, 1\] did not answer 'train' within 2 s"):
                 await group._call("train", make_batch(2), timeout_s=2.0)
             assert time.monotonic() - started < 10
+            with pytest.raises(LearnerStalled, match=r"ranks \[0, 1\] ran no micro-batch for 3 s"):
+                await group.train(make_batch(2))
             os.kill(process, signal.SIGKILL)
             with pytest.raises(LearnerFailed, match=r"learner rank 0 failed in 'train'"):
                 await group.train(make_batch(2))
+
+            await group.restart(version=9)
+            await group.load(tmp_path / "checkpoint", version=9)
+            assert group.version == 9
+            rebuilt = await group.train(make_batch(9))
+            assert rebuilt.version == 10
+            newest = await group.snapshot()
+            assert [path.name for path in sorted(spec.snapshot_dir.iterdir())] == [
+                "v1.safetensors",
+                newest.path.name,
+            ], "a worker may still be reading the snapshot of the group that died"
         finally:
             await group.close()
         assert not spec.snapshot_dir.exists()
