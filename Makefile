@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench lock clean
+.PHONY: help demo test test-fast lint bench soak lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -33,7 +33,10 @@ lint: $(READY) ## ruff (rules and format) and mypy
 	$(BIN)/mypy
 
 bench: $(READY) ## every benchmark in benchmarks/
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python -m "benchmarks.$$(basename "$$script" .py)"; done
+	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python -m "benchmarks.$$(basename "$$script" .py)"; done
+
+soak: $(READY) ## 200,000 simulated runs with faults (about 40 minutes on one core)
+	$(BIN)/python -m rlhf_cluster.simulation.soak 200000
 
 lock: $(READY) ## write requirements/cpu.lock from what .venv holds
 	$(BIN)/python requirements/make_lock.py

@@ -229,9 +229,9 @@ class _Gradients:
         if logprobs is not None:
             terms.append(-logprobs)
         if grad_entropy is not None:
-            terms.append(torch.where(grad_entropy == 0, 0, -grad_entropy * entropy))
+            terms.append(-grad_entropy * entropy)
         if grad_kl is not None:
-            terms.append(torch.where(grad_kl == 0, 0, -grad_kl * kl))
+            terms.append(-grad_kl * kl)
         if not terms:
             return None
         columns = [None if grad is None else grad[:, None] for grad in (logprobs, grad_entropy, grad_kl)]
@@ -288,8 +288,8 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _log_sum(scaled: Tensor) -> Tensor:
-    """(rows, 1) log of the sum of exponentials; the same operations for policy and reference, so that equal models have
-    a KL of exactly 0."""
+    """(rows, 1) log of the sum of exponentials of logits whose largest is 0. The policy's is made by the same
+    operations, so that equal models have a KL of exactly 0."""
     return scaled.exp().sum(-1, keepdim=True).log_()
 
 

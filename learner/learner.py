@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from learner.batch_tensors import BatchTensors
-from learner.checkpoint import load_engine, load_json, save_engine, save_json
+from learner.checkpoint import load_engine, load_json, raise_together, save_engine, save_json
 from learner.engine import TrainEngine
 from learner.models import collate
 from learner.ranks import Ranks
@@ -124,9 +123,13 @@ class LearnerRank:
         """Policy and critic as Hugging Face folders, optimizer state, and everything else as JSON, under ``folder``."""
         for engine, source in self._engines():
             save_engine(engine, folder, source=source, rank=self._rank)
+        error = None
         if self._rank == 0:
-            save_json(folder / _STATE_FILE, self.state())
-        dist.barrier()
+            try:
+                save_json(folder / _STATE_FILE, self.state())
+            except OSError as refused:
+                error = refused
+        raise_together(error, self._rank, self._device)
 
     def load(self, folder: Path, *, version: int | None = None) -> None:
         """Go on exactly where ``save`` stood; as ``version``, when the saved one was already published beyond.

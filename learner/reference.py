@@ -28,6 +28,7 @@ class ReferenceModel(nn.Module):
         self.model = model.requires_grad_(False)
         self.head = head
         self.packed = packed
+        self.eval()
 
     @torch.no_grad()
     def rows(self, inputs: ModelInputs) -> ReferenceRows:
@@ -45,4 +46,4 @@ def load_reference(path: str, config: ModelConfig, learner: LearnerConfig) -> Re
     """The causal language model at ``path``, in the policy's dtype and layout, so that equal weights give a KL of 0."""
     model = AutoModelForCausalLM.from_pretrained(path, **load_options(path, config))
     packed = prepare(model, learner, f"reference {path}")
-    return ReferenceModel(model.eval(), packed=packed)
+    return ReferenceModel(model, packed=packed)

@@ -20,6 +20,7 @@ from rlhf_cluster.config import config_warnings, derived_table
 from rlhf_cluster.config_io import Composition, ConfigError, compose_config, dump_config
 from rlhf_cluster.ending import guard
 from rlhf_cluster.presets import load_preset, preset_names, presets_folder
+from rlhf_cluster.simulation.command import simulate
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -151,6 +152,9 @@ def demo(
     from rlhf_cluster.demo import main as demo_main
 
     _exit(guard(lambda: demo_main.run(out, overrides or [])))
+
+
+app.command()(simulate)
 
 
 def main() -> None:

@@ -253,8 +253,8 @@ class AlgorithmConfig(Section):
     )
     importance: Literal["token", "sequence", "none"] | None = Field(
         None,
-        description="Correction for staleness and engine mismatch, exp(proximal - behaviour): token: truncated a token; "
-        "sequence: of the whole answer, which is left out above the cap; null: token with proximal: recomputed, "
+        description="Correction for staleness and engine mismatch, exp(proximal - behaviour). token: truncated a "
+        "token; sequence: of the whole answer, which is left out above the cap; null: token with proximal: recomputed, "
         "none otherwise.",
     )
     importance_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = Field(
@@ -320,7 +320,8 @@ class AlgorithmConfig(Section):
             raise ValueError("importance: sequence leaves answers out above importance_cap; give it a number")
         if self.reduction_constant is not None and self.reduction != "constant":
             raise ValueError(
-                f"reduction_constant does nothing with reduction: {self.reduction}; remove it or set reduction: constant"
+                f"reduction_constant does nothing with reduction: {self.reduction}; remove it or set reduction: "
+                "constant"
             )
         return self
 
@@ -364,7 +365,8 @@ class LearnerConfig(Section):
     )
     critic_layers: PositiveInt | None = Field(
         None,
-        description="Top layers of the critic that are trained, the rest stays as loaded; null: the whole critic (ppo).",
+        description="Top layers of the critic that are trained, the rest stays as loaded; null: the whole critic "
+        "(ppo).",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in backward: less memory, more time."
@@ -412,8 +414,23 @@ class CheckpointConfig(Section):
         50, description="Learner steps between checkpoints; the last step is always saved."
     )
     keep_last: PositiveInt = Field(
-        2, description="Checkpoints kept; older ones are deleted after the new one is complete."
+        2,
+        description="Checkpoints kept; older ones are deleted after the new one is complete. One with a file PINNED in "
+        "its folder stays.",
     )
+    best_metric: str | None = Field(
+        None, description="Name in metrics.jsonl whose best checkpoint is kept beside the newest; null: none."
+    )
+    best_is: Literal["highest", "lowest"] = Field("highest", description="Which value of best_metric is the best.")
+    save_timeout_s: Positive = Field(
+        600.0, description="Seconds a save, and the end of the run, wait for the save before it."
+    )
+
+    @model_validator(mode="after")
+    def _best_needs_a_metric(self) -> CheckpointConfig:
+        if self.best_metric is None and _changed(self, "best_is"):
+            raise ValueError("best_is does nothing without best_metric; name a metric or remove it")
+        return self
 
 
 class EvaluationConfig(Section):
@@ -502,8 +519,8 @@ class Config(Section):
         kl = self.algorithm.kl
         if kl.controller == "adaptive" and kl.horizon is not None and kl.horizon <= 0.2 * samples:
             yield (
-                f"algorithm.kl.horizon {kl.horizon:g} must be above {0.2 * samples:g}, a fifth of the {samples} samples "
-                "of a batch (queue.groups_per_batch x rollout.samples_per_prompt), or one update could take "
+                f"algorithm.kl.horizon {kl.horizon:g} must be above {0.2 * samples:g}, a fifth of the {samples} "
+                "samples of a batch (queue.groups_per_batch x rollout.samples_per_prompt), or one update could take "
                 "algorithm.kl.coef to 0"
             )
         if self.rollout.timeout_s >= self.queue.group_deadline_s:
@@ -534,13 +551,15 @@ class Config(Section):
         if self.model.critic is not None:
             idle.append("model.critic")
         if idle:
-            yield f"{', '.join(idle)} does nothing with algorithm.name: {algorithm.name}, which has no critic; remove it"
+            yield (
+                f"{', '.join(idle)} does nothing with algorithm.name: {algorithm.name}, which has no critic; remove it"
+            )
         charges_reward = algorithm.kl.place == "reward" and algorithm.kl.coef > 0
         divides_again = algorithm.name in ("grpo", "reinforce_baseline") and not charges_reward
         if self.reward.normalize == "scale" and self.reward.clip is None and divides_again:
             yield (
-                f"reward.normalize: scale does nothing with algorithm.name: {algorithm.name} and reward.clip: null, which "
-                "divides by the std itself; set normalize: none, or a clip"
+                f"reward.normalize: scale does nothing with algorithm.name: {algorithm.name} and reward.clip: null, "
+                "which divides by the std itself; set normalize: none, or a clip"
             )
         if learner.final_lr_fraction and learner.policy_decay == "constant":
             yield "learner.final_lr_fraction does nothing with learner.policy_decay: constant; remove it"

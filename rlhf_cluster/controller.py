@@ -17,8 +17,8 @@ score    generated groups          groups in the queue        the scorers (their
 train    batches from the queue    versions, published        B due groups (queue deadline), the learner
 =======  ========================  =========================  =============================================
 
-Feed is unblocked by every event that can free room (``_changed``); it stops admitting once the remaining steps have
-all the groups they need, so a run ends with nothing left over.
+Feed is unblocked by every event that can free room (``_changed``), and once a second in case a worker came back without
+one; it stops admitting once the remaining steps have all the groups they need, so a run ends with nothing left over.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rlhf_cluster.types import Rollout, Sampling, ScoredGroup, ScoredRollout, Tr
 
 log = logging.getLogger(__name__)
 
-# Feed also looks again by itself, because a worker may come back without an event of ours.
+# A worker may come back without an event of ours, so feed also looks by itself.
 _POLL_S = 1.0
 
 
@@ -162,7 +162,12 @@ class Controller:
         """
         stages = [
             asyncio.create_task(loop(), name=name)
-            for name, loop in (("feed", self._feed), ("rollout", self._rollout), ("score", self._score))
+            for name, loop in (
+                ("feed", self._feed),
+                ("poll", self._poll),
+                ("rollout", self._rollout),
+                ("score", self._score),
+            )
         ]
         train = asyncio.create_task(self._train(), name="train")
         self._failure = asyncio.get_running_loop().create_future()
@@ -209,12 +214,13 @@ class Controller:
 
     async def _wait_for_change(self) -> None:
         self._changed.clear()
-        waiter = asyncio.ensure_future(self._changed.wait())
-        poll = asyncio.ensure_future(self._clock.sleep(_POLL_S))
-        try:
-            await asyncio.wait([waiter, poll], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await _cancel([waiter, poll])
+        await self._changed.wait()
+
+    async def _poll(self) -> None:
+        """Let feed look again every ``_POLL_S`` seconds."""
+        while True:
+            await self._clock.sleep(_POLL_S)
+            self._changed.set()
 
     # -- rollout -------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ from rlhf_cluster.protocols import Clock
 from rlhf_cluster.schedule import Schedule
 from rlhf_cluster.types import Prompt, ScoredGroup
 
+# A timer that fires so much later than asked, as a share of the group deadline, was overtaken by a jump of the clock.
+_STALL_SHARE = 0.1
+
 
 class NotAdmissible(RuntimeError):
     """Admitting now would make the schedule infeasible; try again after ``advance``, ``retire`` or a newer worker."""
@@ -39,7 +42,8 @@ class NotAdmissible(RuntimeError):
 class BatchTimeout(TimeoutError):
     """The batch for ``version`` cannot form in time; ``group_ids`` are the overdue groups it waits for.
 
-    No group ids: too few groups are outstanding to fill the batch, and nothing was admitted for a whole deadline.
+    No group ids: too few groups are outstanding to fill the batch, and for a whole deadline there was room and nothing
+    was admitted.
     """
 
     def __init__(self, version: int, group_ids: tuple[str, ...]) -> None:
@@ -114,11 +118,12 @@ class ExperienceQueue:
         self._clock = clock
         self._version = 0
         self._admissions = 0
-        self._entries: dict[str, _Entry] = {}  # by group id, in admission order
+        self._entries: dict[str, _Entry] = {}  # by group id
+        self._dispatched: dict[str, _Entry] = {}  # those not yet put, in admission order: the oldest comes first
         self._in_training: list[_Entry] | None = None
         self._last_attempt: dict[str, int] = {}  # highest attempt per group id ever admitted: tells late from unknown
         self._schedule = Schedule(groups_per_batch, max_staleness)
-        self._last_admitted_at = -math.inf
+        self._last_moved_at = -math.inf  # the last admission, or the last room made by a retirement
         self._waiting_since: float | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -183,8 +188,8 @@ class ExperienceQueue:
             )
         attempt = Attempt(group_id, self._last_attempt.get(group_id, -1) + 1, start_version)
         self._last_attempt[group_id] = attempt.attempt
-        self._last_admitted_at = self._clock.now()
-        entry = _Entry(attempt, self._admissions, self._last_admitted_at, start_version + self.max_staleness)
+        self._last_moved_at = self._clock.now()
+        entry = _Entry(attempt, self._admissions, self._last_moved_at, start_version + self.max_staleness)
         self._insert(entry)
         self._admissions += 1
         self.ledger.admit()
@@ -218,12 +223,17 @@ class ExperienceQueue:
             self._remove(entry)
             self.ledger.deliver(size, "stale")
             self._settle()
+            self._wake()
             return PutResult.STALE
-        self._schedule.remove(entry.due, ready=False)
+        self._remove(entry)
         entry.due, entry.group = due, group
-        self._schedule.add(due, ready=True)
+        self._insert(entry)
         self.ledger.deliver(size, "queued")
         self._settle()
+        # A put or an admission that completes no batch changes nothing for a learner that waits: what is missing and
+        # what may still supply it move together. Its timer looks at the deadlines.
+        if self._waiter is not None and not self._schedule.unmet(self._version):
+            self._wake()
         return PutResult.QUEUED
 
     def retire(self, group_id: str, attempt: int, reason: str) -> bool:
@@ -241,7 +251,9 @@ class ExperienceQueue:
             return False
         self.ledger.move(entry.size, entry.state, reason)
         self._remove(entry)
+        self._last_moved_at = self._clock.now()
         self._settle()
+        self._wake()
         return True
 
     async def next_batch(self) -> list[ScoredGroup]:
@@ -260,7 +272,13 @@ class ExperienceQueue:
         if self._waiting_since is None:
             self._waiting_since = self._clock.now()
         while unmet := self._schedule.unmet(self._version):
-            await self._sleep_or_change(self._next_deadline(unmet, self._waiting_since) - self._clock.now())
+            asked_at = self._clock.now()
+            seconds = self._next_deadline(unmet, self._waiting_since) - asked_at
+            changed = await self._sleep_or_change(seconds)
+            late = self._clock.now() - asked_at - seconds
+            if late > (0 if changed else _STALL_SHARE * self.group_deadline_s):
+                # The clock jumped, as after a suspended host: nobody else had that time to admit anything either.
+                self._waiting_since = self._clock.now()
         return self._hand_out()
 
     def advance(self, learner_version: int) -> list[Attempt]:
@@ -293,11 +311,28 @@ class ExperienceQueue:
                 self._remove(entry)
                 retired.append(entry.attempt)
         self._settle()
+        self._wake()
         return retired
+
+    def fail_over(self, learner_version: int) -> None:
+        """The learner was restored from a checkpoint and goes on as ``learner_version``, above every version so far.
+
+        Its batch in training is failed and every outstanding attempt aborted, so the cursor of the checkpoint issues
+        their prompts again. Ledger and attempt numbers go on: a late reply from before is a duplicate.
+
+        Raises:
+            ValueError: ``learner_version`` is not above the version now.
+        """
+        if learner_version <= self._version:
+            raise ValueError(f"a restored learner goes on above version {self._version}, got {learner_version}")
+        self.advance(self._version)
+        for entry in list(self._entries.values()):
+            self.retire(entry.attempt.group_id, entry.attempt.attempt, "aborted")
+        self.advance(learner_version)
 
     def dispatched(self) -> list[Attempt]:
         """Attempts admitted and not yet put, in admission order."""
-        return [entry.attempt for entry in self._entries.values() if entry.group is None]
+        return [entry.attempt for entry in self._dispatched.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-serialisable copy. A batch handed out but not closed is written as queued."""
@@ -342,9 +377,9 @@ class ExperienceQueue:
         self._admissions = state["admissions"]
         self._last_attempt = dict(state["last_attempt"])
         self._in_training = None
-        self._last_admitted_at = -math.inf
+        self._last_moved_at = -math.inf
         self._waiting_since = None
-        self._entries = {}
+        self._entries, self._dispatched = {}, {}
         self._schedule.clear()
         now = self._clock.now()
         for saved in state["entries"]:
@@ -354,6 +389,7 @@ class ExperienceQueue:
             entry = _Entry(attempt, saved["order"], now - saved["age_s"], oldest + self.max_staleness, group)
             self._insert(entry)
         self._settle()
+        self._wake()
 
     def _next_deadline(self, unmet: list[tuple[float, int]], waiting_since: float) -> float:
         """When the wait must be looked at again if nothing changes. Raises BatchTimeout when it has no hope left.
@@ -361,25 +397,35 @@ class ExperienceQueue:
         An overdue group is waited for when groups that are not overdue cannot supply what is missing without it.
         """
         now = self._clock.now()
-        dispatched = [entry for entry in self._entries.values() if entry.group is None]
-        overdue = [entry for entry in dispatched if now >= entry.admitted_at + self.group_deadline_s]
-        fresh = [entry for entry in dispatched if now < entry.admitted_at + self.group_deadline_s]
-        hopeless = [bound for bound, missing in unmet if sum(entry.due <= bound for entry in fresh) < missing]
+        overdue: list[_Entry] = []
+        first_fresh = math.inf
+        for entry in self._dispatched.values():
+            if now < entry.admitted_at + self.group_deadline_s:
+                first_fresh = entry.admitted_at + self.group_deadline_s
+                break
+            overdue.append(entry)
+        hopeless = [bound for bound, missing in unmet if overdue and self._fresh_by(bound, overdue) < missing]
         named = tuple(entry.attempt.group_id for entry in overdue if hopeless and entry.due <= max(hopeless))
-        starved_at = max(waiting_since, self._last_admitted_at) + self.group_deadline_s
+        starved_at = max(waiting_since, self._last_moved_at) + self.group_deadline_s
         starved = self.outstanding < self.groups_per_batch
         if named or (starved and now >= starved_at):
             self._waiting_since = None
             raise BatchTimeout(self._version, named)
-        return min([starved_at, *(entry.admitted_at + self.group_deadline_s for entry in fresh)])
+        return min(starved_at, first_fresh)
 
-    async def _sleep_or_change(self, seconds: float) -> None:
+    def _fresh_by(self, bound: float, overdue: list[_Entry]) -> int:
+        """Dispatched groups due by ``bound`` that are not overdue."""
+        return self._schedule.unready(bound) - sum(entry.due <= bound for entry in overdue)
+
+    async def _sleep_or_change(self, seconds: float) -> bool:
+        """Whether the queue changed before the time was over."""
         waiter = self._waiter = asyncio.get_running_loop().create_future()
         sleeper = asyncio.ensure_future(self._clock.sleep(seconds))
         try:
             await asyncio.wait((waiter, sleeper), return_when=asyncio.FIRST_COMPLETED)
             if sleeper.done():
                 sleeper.result()
+            return not sleeper.done()
         finally:
             self._waiter = None
             waiter.cancel()
@@ -400,16 +446,23 @@ class ExperienceQueue:
     def _insert(self, entry: _Entry) -> None:
         self._schedule.add(entry.due, ready=entry.group is not None)
         self._entries[entry.attempt.group_id] = entry
+        if entry.group is None:
+            self._dispatched[entry.attempt.group_id] = entry
 
     def _remove(self, entry: _Entry) -> None:
         self._schedule.remove(entry.due, ready=entry.group is not None)
         del self._entries[entry.attempt.group_id]
+        if entry.group is None:
+            del self._dispatched[entry.attempt.group_id]
 
     def _settle(self) -> None:
-        """After every event: the ledger closes, agrees with the groups held, and the waiting learner looks again."""
+        """After every event: the ledger closes and agrees with the groups held."""
         self.ledger.check()
         held = self.ledger.counts["dispatched"].groups + self.queued
         if held != self.outstanding:
             raise AssertionError(f"ledger counts {held} outstanding groups, the queue holds {self.outstanding}")
+
+    def _wake(self) -> None:
+        """Let the waiting learner look again."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

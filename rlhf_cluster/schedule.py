@@ -35,6 +35,11 @@ class Schedule:
         """The earliest due of a ready group."""
         return min(self._ready, default=None)
 
+    def unready(self, bound: float) -> int:
+        """Outstanding groups with due <= ``bound`` that are not ready."""
+        by_due = self._outstanding.items()
+        return sum(groups - self._ready[due] for due, groups in by_due if due <= bound)
+
     def fits(self, new_due: int, first_open: int, last: int) -> bool:
         """Whether one more group leaves a feasible schedule: at most (d - first_open + 1)*B groups due by d, for every
         d from the first open slot to ``last``."""

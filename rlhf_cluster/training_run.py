@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_cluster import run_state
+from rlhf_cluster.checkpoint_retention import BestBy, Retention
+from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
 from rlhf_cluster.clock import SystemClock
-from rlhf_cluster.config import Config
+from rlhf_cluster.config import CheckpointConfig, Config
 from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.diagnosis import self_check
@@ -31,6 +33,7 @@ from rlhf_cluster.types import TrainBatch
 
 _SELF_CHECK_PROMPTS = 4
 _SELF_CHECK_TOKENS = 24
+_SECONDS_FOR_THE_LAST_SET = 30.0
 
 
 class Fleet(Protocol):
@@ -68,22 +71,27 @@ class TrainingRun:
         )
         self._saved_step = 0
         self._saved: dict[str, Any] | None = None
+        self._writer = CheckpointWriter(
+            folder.checkpoints,
+            retention=_retention(config.checkpoint),
+            wait_s=config.checkpoint.save_timeout_s,
+            on_report=self._checkpoint_reported,
+        )
 
     def read_checkpoint(self) -> None:
-        """Verify the checkpoint to resume from, if there is one, and put prompts and queue back; without Ray.
+        """Put prompts and queue of the checkpoint to resume from back, if there is one; without Ray.
 
         Raises:
-            PreflightError: it is damaged, or belongs to a run with other settings (named).
+            PreflightError: it belongs to a run with other settings (named).
         """
         checkpoint = self._folder.checkpoint
         if checkpoint is None:
             return
         try:
-            run_state.verify(checkpoint)
             check_learner_layout(checkpoint / run_state.LEARNER, self._config)
             self._saved = run_state.load_state(checkpoint)
             self._saved_step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue)
-        except (ValueError, run_state.CheckpointDamaged) as error:
+        except ValueError as error:
             raise PreflightError(f"cannot resume from {checkpoint}: {error}") from None
 
     async def run(self, signals: Signals, start_fleet: Callable[[], Fleet]) -> None:
@@ -101,6 +109,7 @@ class TrainingRun:
                 await controller.run()
                 view.phase("saving")
                 await self._save(fleet, controller.step)
+                await self._writer.finish()
                 # What follows can be done again from the checkpoint, so a signal ends it at once.
                 signals.on_first = signals.cancel
                 if not controller.stopped:
@@ -108,6 +117,9 @@ class TrainingRun:
                     await self._evaluate(fleet, "after")
                 view.phase("closing")
             finally:
+                # A set in the making is worth its last seconds; whatever ended the run stays the first cause.
+                with contextlib.suppress(CheckpointFailed):
+                    await self._writer.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
                 await fleet.close()
 
     def _open_recorder(self, stack: contextlib.ExitStack) -> MetricsRecorder:
@@ -207,10 +219,24 @@ class TrainingRun:
         if step == self._saved_step:
             return
         state = run_state.snapshot(step, cursor=self._cursor, queue=self._queue, recorder=self._recorder)
-        path = await run_state.save_checkpoint(self._folder.checkpoints, step, state, fleet.learner.save)
-        run_state.prune(self._folder.checkpoints, self._config.checkpoint.keep_last)
         self._saved_step = step
-        self._view.message(f"checkpoint {path}")
+        best = self._config.checkpoint.best_metric
+        metric = None if best is None else self._recorder.last(best)
+        if best is not None and metric is None:
+            self._view.message(f"checkpoint.best_metric {best} is not in the newest row of metrics.jsonl")
+        await self._writer.save(step, state, fleet.learner.save, metric=metric)
+
+    def _checkpoint_reported(self, report: SaveReport) -> None:
+        self._recorder.checkpoint(saved=report.path is not None, blocked_s=report.blocked_s)
+        if report.path is None:
+            # The run's end tries this step again.
+            self._saved_step = -1
+            self._view.message(f"checkpoint of step {report.step} FAILED: {report.error}")
+            return
+        self._view.message(
+            f"checkpoint {report.path} ({report.bytes / 2**20:.0f} MiB in {report.total_s:.1f} s, of which training "
+            f"waited {report.blocked_s:.1f} s)"
+        )
 
     async def _evaluate(self, fleet: Fleet, name: str) -> None:
         if self._config.evaluation is None:
@@ -249,3 +275,8 @@ class TrainingRun:
             seed=self._config.run.seed,
             max_new_tokens=max_new_tokens,
         )
+
+
+def _retention(config: CheckpointConfig) -> Retention:
+    best = None if config.best_metric is None else BestBy(config.best_metric, highest=config.best_is == "highest")
+    return Retention(config.keep_last, best)

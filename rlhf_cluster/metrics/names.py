@@ -89,6 +89,15 @@ _TABLE: Final = (
     Metric("rlhf_publish_failures_total", "counter", "updates", "Worker updates that failed and fenced the worker."),
     Metric("rlhf_publish_seconds", "gauge", "seconds", "The last publication, start to verified.", live=True),
     Metric("rlhf_publish_paused_seconds", "gauge", "seconds", "How long it held generation still.", live=True),
+    Metric(
+        "rlhf_checkpoints_total",
+        "counter",
+        "saves",
+        "Saves that ended, with a durable set or without one.",
+        ("outcome",),
+        closed=(("saved",), ("failed",)),
+    ),
+    Metric("rlhf_checkpoint_blocked_seconds", "gauge", "seconds", "How long training waited for the last save to end."),
     # Staleness
     Metric(
         "rlhf_staleness_versions",

@@ -70,6 +70,7 @@ class MetricsRecorder:
         self._ratios: dict[str, Ratio] = {}
         self._gauges: dict[str, float] = {}
         self._live: dict[str, float] = {}
+        self._last_row: dict[str, float] = {}
         self._versions = VersionWindow()
         self._lags = Histogram(range(max_staleness + 1))
         self._seconds = {stage: Histogram(names.STAGE_SECONDS_BOUNDS) for stage in names.TIMED_STAGES}
@@ -186,6 +187,15 @@ class MetricsRecorder:
         """An actor or the learner group was started again. Raises KeyError when not one of ``names.RESTART_KINDS``."""
         self._count("rlhf_restarts_total", 1, kind=kind)
 
+    def checkpoint(self, *, saved: bool, blocked_s: float) -> None:
+        """A save ended, with a durable set or without one, after training had waited ``blocked_s`` for it."""
+        self._count("rlhf_checkpoints_total", 1, outcome="saved" if saved else "failed")
+        self._gauge("rlhf_checkpoint_blocked_seconds", blocked_s)
+
+    def last(self, key: str) -> float | None:
+        """The value of a series in the newest closed row, or None."""
+        return self._last_row.get(key)
+
     def evaluated(self, name: str, values: Mapping[str, float]) -> None:
         """A held-out evaluation of the current version, under a name such as ``before``; no part of a row."""
         for sink in self._sinks:
@@ -205,6 +215,7 @@ class MetricsRecorder:
             row |= histogram.series("rlhf_stage_seconds", {"stage": stage})
         self._ratios.clear()
         self._gauges.clear()
+        self._last_row = row
         for sink in self._sinks:
             sink.step(step, version, row)
         return row

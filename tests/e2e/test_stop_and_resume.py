@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_cluster import run_state
+from rlhf_cluster import checkpoint_set
 from tests.e2e.conftest import start_training, train_and_scrape
 
 
@@ -51,9 +51,9 @@ def test_an_interrupted_run_saves_exits_130_leaves_nothing_behind_and_goes_on(
     assert process.returncode == 130, output
     assert _members_of_session(process.pid) == []
 
-    checkpoint = run_state.newest_checkpoint(folder / "checkpoints")
+    checkpoint = checkpoint_set.newest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
-    run_state.verify(checkpoint)
+    checkpoint_set.verify(checkpoint)
     step = int(checkpoint.name.removeprefix("step_"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == step >= 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rlhf_cluster import run_state
+from rlhf_cluster import checkpoint_set
 from rlhf_cluster.metrics.series import parse_series_key
 from tests.e2e.conftest import FinishedRun
 
@@ -93,10 +93,10 @@ def test_the_last_checkpoint_is_a_verified_set_with_models_that_load(finished_ru
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    checkpoint = run_state.newest_checkpoint(finished_run.folder / "checkpoints")
+    checkpoint = checkpoint_set.newest_checkpoint(finished_run.folder / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.name == "step_00000004"
-    run_state.verify(checkpoint)
+    checkpoint_set.verify(checkpoint)
     policy = AutoModelForCausalLM.from_pretrained(checkpoint / "learner" / "policy", dtype=torch.float32)
     initial = AutoModelForCausalLM.from_pretrained(finished_run.models / "policy", dtype=torch.float32)
     changed = [

@@ -1,10 +1,10 @@
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_cluster.batching import forward_plan, plan_minibatches
+from rlhf_cluster.batching import PADDING_SHARE, forward_plan, plan_minibatches
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
@@ -13,29 +13,58 @@ def rank_tokens(plan, lengths):
     return [sum(lengths[i] for micro_batch in rank for i in micro_batch) for rank in plan.ranks]
 
 
-def check_plan(plan, lengths, ranks, budget):
+def slots(micro_batch, lengths, packed):
+    mine = [lengths[i] for i in micro_batch]
+    return sum(mine) if packed else len(mine) * max(mine, default=0)
+
+
+def padding_share(plan, lengths):
+    used = sum(slots(micro_batch, lengths, packed=False) for rank in plan.ranks for micro_batch in rank)
+    return 1 - sum(rank_tokens(plan, lengths)) / used
+
+
+def check_plan(plan, lengths, ranks, budget, packed):
     assert len(plan.ranks) == ranks
     assert {len(rank) for rank in plan.ranks} == {plan.micro_batches}
     for rank in plan.ranks:
         order = [lengths[i] for micro_batch in rank for i in micro_batch]
-        assert order == sorted(order, reverse=True)
+        assert not order or order[0] == max(order), "the micro-batch that needs the most memory comes first"
+        if not packed:
+            assert order == sorted(order, reverse=True)
         for micro_batch in rank:
-            cost = len(micro_batch) * max((lengths[i] for i in micro_batch), default=0)
-            assert cost <= budget or len(micro_batch) == 1
+            mine = [lengths[i] for i in micro_batch]
+            assert mine == sorted(mine, reverse=True)
+            assert slots(micro_batch, lengths, packed) <= budget or len(micro_batch) == 1
         assert all(later == () for earlier, later in pairwise(rank) if earlier == ())
+        if packed and order:
+            # First fit: what stands in a later micro-batch had no room in any earlier one.
+            for earlier, later in combinations([m for m in rank if m], 2):
+                assert slots(earlier, lengths, packed) + min(lengths[i] for i in later) > budget
     if plan.samples:
         tokens = rank_tokens(plan, lengths)
         assert max(tokens) - min(tokens) <= max(lengths[i] for i in plan.samples)
         assert any(rank[-1] for rank in plan.ranks), "a micro-batch that is empty on every rank is wasted"
+        if not packed:
+            assert padding_share(plan, lengths) <= PADDING_SHARE + 1e-12
 
 
 @settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 6), st.integers(1, 120), st.integers(0, 9), st.integers(0, 3))
+@given(
+    LENGTHS,
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(1, 120),
+    st.integers(0, 9),
+    st.integers(0, 3),
+    st.booleans(),
+)
 def test_every_epoch_trains_each_sample_once_in_balanced_micro_batches(
-    lengths, ranks, minibatches, budget, seed, epoch
+    lengths, ranks, minibatches, budget, seed, epoch, packed
 ):
     minibatches = min(minibatches, len(lengths))
-    arguments = dict(ranks=ranks, minibatches=minibatches, micro_batch_tokens=budget, seed=seed, epoch=epoch)
+    arguments = dict(
+        ranks=ranks, minibatches=minibatches, micro_batch_tokens=budget, seed=seed, epoch=epoch, packed=packed
+    )
     plans = plan_minibatches(lengths, **arguments)
     assert plans == plan_minibatches(lengths, **arguments)
     assert len(plans) == minibatches
@@ -43,15 +72,48 @@ def test_every_epoch_trains_each_sample_once_in_balanced_micro_batches(
     sizes = [len(plan.samples) for plan in plans]
     assert max(sizes) - min(sizes) <= 1
     for plan in plans:
-        check_plan(plan, lengths, ranks, budget)
+        check_plan(plan, lengths, ranks, budget, packed)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 5), st.integers(1, 120))
-def test_a_forward_plan_covers_each_sample_once(lengths, ranks, budget):
-    plan = forward_plan(lengths, ranks=ranks, micro_batch_tokens=budget)
+@given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 5), st.integers(1, 120), st.booleans())
+def test_a_forward_plan_covers_each_sample_once(lengths, ranks, budget, packed):
+    plan = forward_plan(lengths, ranks=ranks, micro_batch_tokens=budget, packed=packed)
     assert plan.samples == tuple(range(len(lengths)))
-    check_plan(plan, lengths, ranks, budget)
+    check_plan(plan, lengths, ranks, budget, packed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(LENGTHS, st.integers(1, 3), st.integers(0, 9))
+def test_layout_and_budget_change_neither_the_minibatches_nor_the_ranks(lengths, ranks, seed):
+    def shares(budget, packed):
+        plans = plan_minibatches(
+            lengths, ranks=ranks, minibatches=1, micro_batch_tokens=budget, seed=seed, epoch=0, packed=packed
+        )
+        return [[sorted(i for micro_batch in rank for i in micro_batch) for rank in plan.ranks] for plan in plans]
+
+    assert shares(64, True) == shares(64, False) == shares(17, True) == shares(1000, False)
+
+
+def test_mixed_lengths_make_few_micro_batches_and_little_padding():
+    lengths = [45 + 5 * i // 4 for i in range(64)]  # 45 to 123
+    padded = forward_plan(lengths, ranks=1, micro_batch_tokens=1024)
+    assert padding_share(padded, lengths) < 0.05
+    assert padded.micro_batches <= 10
+    packed = forward_plan(lengths, ranks=1, micro_batch_tokens=1024, packed=True)
+    assert packed.micro_batches == -(-sum(lengths) // 1024)  # no fewer are possible
+
+
+def test_one_longer_row_does_not_pad_all_others():
+    plan = forward_plan([100] + [92] * 9, ranks=1, micro_batch_tokens=1000)  # together 7 % would be padding
+    assert plan.ranks == (((0,), tuple(range(1, 10))),)
+    plan = forward_plan([100] + [96] * 9, ranks=1, micro_batch_tokens=1000)  # 3.6 %
+    assert plan.ranks == ((tuple(range(10)),),)
+
+
+def test_packing_fills_a_gap_with_the_first_sample_that_fits():
+    plan = forward_plan([7, 6, 4, 3, 2], ranks=1, micro_batch_tokens=10, packed=True)
+    assert plan.ranks == (((0, 3), (1, 2), (4,)),)
 
 
 def test_the_shuffle_changes_with_the_epoch_and_with_the_seed():
@@ -66,10 +128,13 @@ def test_the_shuffle_changes_with_the_epoch_and_with_the_seed():
 def test_the_worked_example_of_the_module_holds():
     plan = forward_plan([5, 4, 4, 3], ranks=2, micro_batch_tokens=8)
     assert plan.ranks == (((0,), (3,)), ((1, 2), ()))
+    plan = forward_plan([5, 4, 4, 3], ranks=2, micro_batch_tokens=8, packed=True)
+    assert plan.ranks == (((0, 3),), ((1, 2),))
 
 
-def test_a_row_above_the_budget_gets_a_micro_batch_of_its_own():
-    plan = forward_plan([20, 3, 3], ranks=1, micro_batch_tokens=6)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sample_above_the_budget_gets_a_micro_batch_of_its_own(packed):
+    plan = forward_plan([20, 3, 3], ranks=1, micro_batch_tokens=6, packed=packed)
     assert plan.ranks == (((0,), (1, 2)),)
 
 

@@ -1,79 +1,90 @@
-"""Checkpoints as one set: complete or not there, verified, pruned only when something newer is complete."""
+"""F04: what a resumed run trains next, through the bytes of a real set on disk."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
+from typing import Any
 
-import pytest
+from rlhf_cluster import checkpoint_set, run_state
+from rlhf_cluster.checkpoint_retention import Retention
+from rlhf_cluster.checkpoint_writer import CheckpointWriter
+from rlhf_cluster.clock import SystemClock
+from rlhf_cluster.data.cursor import PromptCursor
+from rlhf_cluster.experience_queue import ExperienceQueue
+from rlhf_cluster.metrics.recorder import MetricsRecorder
+from tests.unit.builders import async_test, make_group, make_prompt, make_queue
+from tests.unit.checkpoint_builders import tensors_of
 
-from rlhf_cluster import run_state
-
-
-async def _save_learner(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "weights.safetensors").write_bytes(b"abcdef")
-
-
-def save(root: Path, step: int) -> Path:
-    return asyncio.run(run_state.save_checkpoint(root, step, {"step": step, "note": "x"}, _save_learner))
-
-
-def test_a_saved_set_is_complete_verified_and_reads_back(tmp_path: Path) -> None:
-    folder = save(tmp_path, 3)
-    assert run_state.newest_checkpoint(tmp_path) == folder
-    run_state.verify(folder)
-    assert run_state.load_state(folder) == {"step": 3, "note": "x"}
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {"learner/weights.safetensors", "run_state.json"}
+PROMPTS = [make_prompt(f"p{index}") for index in range(8)]
 
 
-def test_a_save_that_dies_half_way_leaves_the_older_set_the_newest(tmp_path: Path) -> None:
-    first = save(tmp_path, 1)
-
-    async def dies(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "weights.safetensors").write_bytes(b"abc")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        asyncio.run(run_state.save_checkpoint(tmp_path, 2, {}, dies))
-    assert run_state.newest_checkpoint(tmp_path) == first
-    assert run_state.newest_checkpoint(tmp_path / "empty") is None
+def make_cursor() -> PromptCursor:
+    return PromptCursor(PROMPTS, seed=3, epochs=1)
 
 
-def test_a_folder_without_manifest_is_skipped_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = save(tmp_path, 1)
-    (run_state.step_folder(tmp_path, 9) / "learner").mkdir(parents=True)
-    assert run_state.newest_checkpoint(tmp_path) == first
-    assert "step_00000009 has no manifest" in caplog.text
+async def train_one_batch(cursor: PromptCursor, queue: ExperienceQueue) -> list[str]:
+    batch = await asyncio.wait_for(queue.next_batch(), timeout=5)
+    for group in batch:
+        cursor.consumed(group.group_id)
+    queue.advance(queue.learner_version + 1)
+    return [group.group_id for group in batch]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    folder = save(tmp_path, 1)
-    weights = folder / "learner" / "weights.safetensors"
-    if damage == "flip":
-        weights.write_bytes(b"abcdeX")
-    elif damage == "cut":
-        weights.write_bytes(b"abc")
+def generate(cursor: PromptCursor, queue: ExperienceQueue, count: int, *, finished: int) -> list[str]:
+    """Dispatch ``count`` prompts; the first ``finished`` of them come back and wait in the queue."""
+    attempts = []
+    for _ in range(count):
+        issue = cursor.next()
+        assert issue is not None
+        attempts.append(queue.admit(issue.prompt, queue.learner_version, group_id=issue.group_id))
+    for attempt in attempts[:finished]:
+        queue.put(make_group(attempt))
+    return [attempt.group_id for attempt in attempts]
+
+
+async def saved_and_loaded(root: Path, state: dict[str, Any]) -> dict[str, Any]:
+    writer = CheckpointWriter(root, retention=Retention(2))
+    await writer.save(state["step"], state, tensors_of(1))
+    await writer.finish()
+    folder = checkpoint_set.newest_checkpoint(root)
+    assert folder is not None
+    return run_state.load_state(folder)
+
+
+@async_test
+async def test_generated_but_untrained_prompts_are_trained_once_after_a_resume(tmp_path: Path) -> None:
+    # Batches of 2, 4 generated at a time: 0 and 1 are trained, 2 is queued and 3 still on a worker at the save.
+    cursor, queue = make_cursor(), make_queue(groups_per_batch=2, max_staleness=1)
+    recorder = MetricsRecorder(max_staleness=1, total_steps=4, clock=SystemClock(), sinks=())
+    order = generate(cursor, queue, 4, finished=3)
+    assert await train_one_batch(cursor, queue) == order[:2]
+    state = run_state.snapshot(1, cursor=cursor, queue=queue, recorder=recorder)
+    loaded = await saved_and_loaded(tmp_path, state)
+    assert loaded == state, "JSON on disk gives back what was saved, to the bit"
+
+    cursor, queue = make_cursor(), make_queue(groups_per_batch=2, max_staleness=1)
+    assert run_state.restore(loaded, cursor=cursor, queue=queue) == 1
+    assert queue.learner_version == 1
+    assert generate(cursor, queue, 1, finished=1) == [order[3]], "the prompt on the worker is issued again, first"
+    trained = [*order[:2], *await train_one_batch(cursor, queue)]
+    assert trained == order
+    while not cursor.done:
+        generate(cursor, queue, 2, finished=2)
+        trained += await train_one_batch(cursor, queue)
+    assert sorted(trained) == [f"0:p{index}" for index in range(8)], "each prompt once an epoch"
+    queue.ledger.check()
+    assert queue.ledger.counts["trained"].groups == 8
+
+
+def test_a_refused_state_names_what_differs(tmp_path: Path) -> None:
+    cursor, queue = make_cursor(), make_queue(groups_per_batch=2)
+    recorder = MetricsRecorder(max_staleness=1, total_steps=4, clock=SystemClock(), sinks=())
+    state = run_state.snapshot(0, cursor=cursor, queue=queue, recorder=recorder, more={"kept": 1})
+    assert state["more"] == {"kept": 1}
+    try:
+        run_state.restore(state, cursor=cursor, queue=make_queue(groups_per_batch=3))
+    except ValueError as error:
+        assert "queue.groups_per_batch is 3 but the saved queue was built with 2" in str(error)
     else:
-        weights.unlink()
-    with pytest.raises(run_state.CheckpointDamaged, match=r"weights\.safetensors"):
-        run_state.verify(folder)
-
-
-def test_pruning_keeps_the_newest_complete_sets_and_clears_what_an_interrupted_save_left(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    (tmp_path / ".partial_00000004").mkdir()
-    run_state.prune(tmp_path, keep_last=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
-
-
-def test_saving_a_step_again_changes_nothing(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    before = (folder / "manifest.json").stat().st_mtime_ns
-    assert save(tmp_path, 1) == folder
-    assert (folder / "manifest.json").stat().st_mtime_ns == before
+        raise AssertionError("a queue of another batch size took the state")

@@ -1,0 +1,478 @@
+"""Saves run beside the training, one at a time, and whatever the disk does the older set stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhf_cluster.checkpoint_files import Files, disk_error
+from rlhf_cluster.checkpoint_retention import Retention
+from rlhf_cluster.checkpoint_set import clear_leftovers, newest_checkpoint, read_manifest, sets, step_folder, verify
+from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
+from tests.unit.builders import async_test
+from tests.unit.checkpoint_builders import ScriptedFiles, holds_step, save_set, state_of, tensors_of
+
+# Of the first operation to the last of a save of step 2 with keep_last 1, root and step 1 being there.
+OPERATIONS = 19
+
+
+class GatedFiles(Files):
+    """A disk that takes no file before ``gate`` is set."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def digest_and_sync(self, path: Path) -> str:
+        assert self.gate.wait(timeout=20)
+        return super().digest_and_sync(path)
+
+
+@pytest.fixture
+def slow() -> Iterator[GatedFiles]:
+    files = GatedFiles()
+    yield files
+    files.gate.set()
+
+
+def writer_of(root: Path, files: Files | None = None, *, keep_last: int = 9, **more: Any) -> CheckpointWriter:
+    return CheckpointWriter(root, retention=Retention(keep_last), files=files, **more)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+@async_test
+async def test_training_goes_on_while_the_disk_takes_the_set(tmp_path: Path, slow: GatedFiles) -> None:
+    reports: list[SaveReport] = []
+    writer = writer_of(tmp_path, slow, on_report=reports.append)
+    await writer.save(1, state_of(1), tensors_of(1))
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+    assert sets(tmp_path) == [] and reports == [], "the set is not there before every file is on disk"
+    slow.gate.set()
+    folder = await writer.finish()
+    assert folder == step_folder(tmp_path, 1)
+    assert holds_step(folder, 1)
+    [report] = reports
+    assert (report.step, report.path, report.error) == (1, folder, None)
+    assert report.bytes == verify(folder).total_bytes
+    assert report.total_s - report.blocked_s >= 0.05, "the seconds above were not waited for in save"
+    assert (writer.saved, writer.failed, writer.late) == (1, 0, 0)
+
+
+@async_test
+async def test_the_next_save_waits_for_the_one_before(
+    tmp_path: Path, slow: GatedFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = writer_of(tmp_path, slow)
+    await writer.save(1, state_of(1), tensors_of(1))
+    second = asyncio.create_task(writer.save(2, state_of(2), tensors_of(2)))
+    await asyncio.sleep(0.05)
+    assert not second.done()
+    assert len(list(tmp_path.glob(".partial_*"))) == 1, "the learner does not write the second beside the first"
+    slow.gate.set()
+    await second
+    await writer.finish()
+    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    assert (writer.saved, writer.late) == (2, 1)
+    assert "step 1 is still being written when the next is due" in caplog.text
+
+
+@async_test
+async def test_the_state_is_that_of_the_call_whatever_happens_to_it_later(tmp_path: Path, slow: GatedFiles) -> None:
+    writer = writer_of(tmp_path, slow)
+    await writer.save(1, state_of(1), tensors_of(1))
+    state = {"step": 2, "queue": ["a"]}
+    second = asyncio.create_task(writer.save(2, state, tensors_of(2)))
+    await asyncio.sleep(0.01)
+    state["queue"].append("arrived while the save waited")  # type: ignore[attr-defined]
+    slow.gate.set()
+    await second
+    await writer.finish()
+    assert (step_folder(tmp_path, 2) / "run_state.json").read_text() == '{"step": 2, "queue": ["a"]}'
+
+
+@async_test
+async def test_a_state_of_another_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="checkpoint of step 4 was given the state of step 3"):
+        await writer_of(tmp_path).save(4, state_of(3), tensors_of(4))
+    assert names(tmp_path) == []
+
+
+@async_test
+async def test_a_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path)
+    await writer.save(1, state_of(1), tensors_of(1))
+    folder = await writer.finish()
+    assert folder is not None
+    before = (folder / "manifest.json").stat()
+    await writer.save(1, state_of(1), tensors_of(99))
+    assert await writer.finish() == folder
+    assert (folder / "manifest.json").stat() == before
+    assert writer.saved == 1
+
+
+@async_test
+async def test_a_folder_of_the_same_step_that_is_no_set_is_set_aside(tmp_path: Path) -> None:
+    folder = step_folder(tmp_path, 1)
+    folder.mkdir()
+    (folder / "half").touch()
+    writer = writer_of(tmp_path)
+    await writer.save(1, state_of(1), tensors_of(1))
+    await writer.finish()
+    assert holds_step(folder, 1)
+    assert names(tmp_path) == ["step_00000001", "step_00000001.damaged"]
+
+
+# -- a disk that fails -----------------------------------------------------------------------------------------------
+
+
+def full_at(number: int, code: int = errno.ENOSPC) -> ScriptedFiles:
+    """A disk on which operation ``number`` fails, and no other."""
+
+    def before(count: int, name: str, path: Path) -> None:
+        if count == number:
+            raise OSError(code, f"refused {name}", str(path))
+
+    return ScriptedFiles(before)
+
+
+@pytest.mark.parametrize("number", range(OPERATIONS))
+def test_a_disk_that_is_full_at_any_operation_leaves_the_old_set_intact(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    first = save_set(tmp_path, 1)
+    files = full_at(number)
+    reports: list[SaveReport] = []
+
+    async def run() -> None:
+        writer = writer_of(tmp_path, files, keep_last=1, on_report=reports.append)
+        await writer.save(2, state_of(2), tensors_of(2))
+        second = step_folder(tmp_path, 2)
+        if number < OPERATIONS - 2:
+            with pytest.raises(CheckpointFailed, match=r"step 2 was not saved: .*refused .*; the newest set is .*step"):
+                await writer.finish()
+            assert (writer.saved, writer.failed) == (0, 1)
+            assert holds_step(first, 1)
+            verify(first)
+            assert reports[0].error is not None and "refused" in reports[0].error
+        else:
+            # Only the deletion of step 1 failed.
+            assert await writer.finish() == second
+            assert (writer.saved, writer.failed) == (1, 0)
+            assert holds_step(second, 2)
+        assert any(record.levelno == logging.ERROR and "refused" in record.getMessage() for record in caplog.records)
+        newest = newest_checkpoint(tmp_path)
+        assert newest is not None
+        assert holds_step(newest, int(newest.name[-1]))
+        assert not list(tmp_path.glob(".partial_*"))
+        await writer.save(3, state_of(3), tensors_of(3))
+        assert await writer.finish() == step_folder(tmp_path, 3), "a later save that succeeds heals the run"
+
+    asyncio.run(run())
+    assert names(tmp_path)[-1] == "step_00000003"
+
+
+def test_the_operations_of_a_save_are_those_that_fail_above(tmp_path: Path) -> None:
+    save_set(tmp_path, 1)
+    files = ScriptedFiles()
+
+    async def run() -> None:
+        writer = writer_of(tmp_path, files, keep_last=1)
+        await writer.save(2, state_of(2), tensors_of(2))
+        await writer.finish()
+
+    asyncio.run(run())
+    assert len(files.operations) == OPERATIONS
+
+
+@async_test
+async def test_a_learner_whose_disk_is_full_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class LearnerFailed(RuntimeError):
+        """As learner_group raises it, with Ray's error as its cause."""
+
+    class RayTaskError(Exception):
+        cause = OSError(errno.ENOSPC, "No space left on device")
+
+    async def full(folder: Path) -> None:
+        await tensors_of(2)(folder)
+        raise LearnerFailed("learner rank 1 failed in 'save'") from RayTaskError()
+
+    first = tmp_path / "step_00000001"
+    writer = writer_of(tmp_path)
+    await writer.save(1, state_of(1), tensors_of(1))
+    await writer.save(2, state_of(2), full)
+    assert names(tmp_path) == [first.name], "the failed save gives its space back"
+    assert writer.failed == 1
+    assert "checkpoint of step 2 was not saved: [Errno 28] No space left on device; the newest set is" in caplog.text
+    with pytest.raises(CheckpointFailed, match=r"step 2 .*No space left on device; the newest set is .*step_00000001"):
+        await writer.finish()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TimeoutError("learner rank [1] did not answer 'save' within 600 s"),
+        ConnectionResetError(errno.ECONNRESET, "peer"),
+        RuntimeError("bug"),
+    ],
+)
+def test_what_is_not_about_the_disk_passes_through_counted(tmp_path: Path, error: BaseException) -> None:
+    first = save_set(tmp_path, 1)
+
+    async def breaks(folder: Path) -> None:
+        await tensors_of(2)(folder)
+        raise error
+
+    async def run() -> None:
+        writer = writer_of(tmp_path)
+        with pytest.raises(type(error)):
+            await writer.save(2, state_of(2), breaks)
+        assert writer.failed == 1
+
+    asyncio.run(run())
+    assert newest_checkpoint(tmp_path) == first
+    assert names(tmp_path) == [first.name]
+
+
+@async_test
+async def test_a_save_that_is_cancelled_is_a_leftover_of_the_next_start(tmp_path: Path) -> None:
+    async def long(folder: Path) -> None:
+        await tensors_of(2)(folder)
+        await asyncio.sleep(60)
+
+    first = await asyncio.to_thread(save_set, tmp_path, 1)
+    writer = writer_of(tmp_path)
+    save = asyncio.create_task(writer.save(2, state_of(2), long))
+    await asyncio.sleep(0.1)
+    save.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await save
+    with pytest.raises(CheckpointFailed, match="step 2 was not saved: the run was stopped; the newest set is"):
+        await writer.finish()
+    [left] = clear_leftovers(tmp_path)
+    assert left.name.startswith(".partial_00000002_")
+    assert names(tmp_path) == [first.name]
+
+
+def test_the_disks_error_is_found_behind_others_and_a_deadline_is_none() -> None:
+    full = OSError(errno.EDQUOT, "quota")
+    outer = RuntimeError("save failed")
+    outer.__cause__ = ValueError("middle")
+    outer.__cause__.__cause__ = full
+    assert disk_error(outer) is full
+    assert disk_error(TimeoutError(errno.ETIMEDOUT, "late")) is None
+    assert disk_error(OSError("not from the system: no error number")) is None
+    assert disk_error(None) is None
+
+
+@async_test
+async def test_files_of_the_learner_that_this_node_does_not_see_end_the_run(tmp_path: Path) -> None:
+    async def elsewhere(folder: Path) -> None:
+        """Writes to the disk of another node."""
+
+    with pytest.raises(CheckpointFailed, match=r"nothing is there: run\.dir must be a folder that every node"):
+        await writer_of(tmp_path).save(1, state_of(1), elsewhere)
+
+
+# -- free space ------------------------------------------------------------------------------------------------------
+
+
+class SmallDisk(Files):
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def free_bytes(self, folder: Path) -> int:
+        return self.free
+
+
+async def _not_called(folder: Path) -> None:
+    raise AssertionError("nothing may be written")
+
+
+@async_test
+async def test_a_set_that_will_not_fit_is_not_begun(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path)
+    await writer.save(1, state_of(1), tensors_of(1, size=1_000_000))
+    first = await writer.finish()
+    assert first is not None
+    size = read_manifest(first).total_bytes
+    assert 4_000_000 < size < 4_001_000
+    # Room for a set as large as the last, but not for the tenth by which the next may be larger.
+    cramped = writer_of(tmp_path, SmallDisk(size + 300_000))
+    await cramped.save(2, state_of(2), _not_called)
+    assert cramped.failed == 1
+    with pytest.raises(CheckpointFailed, match=r"a set needs about 4\.20 MiB and .* has 4\.10 MiB free"):
+        await cramped.finish()
+    roomy = writer_of(tmp_path, SmallDisk(size + 500_000))
+    await roomy.save(2, state_of(2), tensors_of(2, size=1_000_000))
+    assert await roomy.finish() == step_folder(tmp_path, 2)
+
+
+@async_test
+async def test_the_first_set_is_checked_against_the_size_it_is_expected_to_have(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path / "new", SmallDisk(999), first_bytes=1000)
+    await writer.save(1, state_of(1), _not_called)
+    with pytest.raises(CheckpointFailed, match="there is no set under"):
+        await writer.finish()
+    writer = writer_of(tmp_path / "new", SmallDisk(1000), first_bytes=1000)
+    await writer.save(1, state_of(1), tensors_of(1))
+    assert await writer.finish() is not None
+
+
+# -- a disk that is slow or hangs ------------------------------------------------------------------------------------
+
+
+@async_test
+async def test_a_hung_disk_ends_no_run_and_is_named_at_its_end(tmp_path: Path, slow: GatedFiles) -> None:
+    first = await asyncio.to_thread(save_set, tmp_path, 1)
+    writer = writer_of(tmp_path, slow, wait_s=1.0)
+    await writer.save(2, state_of(2), tensors_of(2))
+    started = time.monotonic()
+    await writer.save(3, state_of(3), _not_called)
+    assert 1.0 <= time.monotonic() - started < 10.0
+    started = time.monotonic()
+    await writer.save(4, state_of(4), _not_called)
+    assert time.monotonic() - started < 0.8, "one deadline is enough to know that the disk hangs"
+    assert (writer.saved, writer.failed, writer.late) == (0, 2, 2)
+    with pytest.raises(
+        CheckpointFailed, match=r"step 2 was not saved: the disk .* did not take it in time; the newest"
+    ):
+        await writer.finish(timeout_s=0.1)
+    assert newest_checkpoint(tmp_path) == first
+
+
+@async_test
+async def test_an_older_set_that_completes_late_does_not_stand_for_the_newest(tmp_path: Path, slow: GatedFiles) -> None:
+    writer = writer_of(tmp_path, slow, wait_s=1.0)
+    await writer.save(1, state_of(1), tensors_of(1))
+    await writer.save(2, state_of(2), _not_called)
+    slow.gate.set()
+    with pytest.raises(CheckpointFailed, match=r"step 2 was not saved: the save of step 1 still waits for the disk"):
+        await writer.finish(timeout_s=20)
+    assert names(tmp_path) == ["step_00000001"]
+
+
+@async_test
+async def test_a_disk_that_hangs_before_the_first_file_does_not_hang_the_run(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    class Hanging(Files):
+        def free_bytes(self, folder: Path) -> int:
+            release.wait(timeout=20)
+            return super().free_bytes(folder)
+
+    writer = writer_of(tmp_path, Hanging(), wait_s=0.1)
+    await writer.save(1, state_of(1), _not_called)
+    release.set()
+    with pytest.raises(
+        CheckpointFailed, match=r"the disk under .* did not answer within 0\.1 s; there is no set under"
+    ):
+        await writer.finish()
+
+
+@async_test
+async def test_a_disk_that_comes_back_heals_the_run(tmp_path: Path, slow: GatedFiles) -> None:
+    writer = writer_of(tmp_path, slow, wait_s=1.0)
+    await writer.save(1, state_of(1), tensors_of(1))
+    await writer.save(2, state_of(2), _not_called)
+    slow.gate.set()
+    with pytest.raises(CheckpointFailed, match="step 2"):
+        await writer.finish(timeout_s=20)
+    await writer.save(3, state_of(3), tensors_of(3))
+    assert await writer.finish(timeout_s=20) == step_folder(tmp_path, 3)
+    assert names(tmp_path) == ["step_00000001", "step_00000003"]
+    assert (writer.saved, writer.failed) == (2, 1)
+
+
+def test_a_hung_disk_does_not_keep_the_process(tmp_path: Path) -> None:
+    """The loop closes, and the interpreter may end, with the thread still in the disk."""
+    files = GatedFiles()
+
+    async def run() -> None:
+        writer = writer_of(tmp_path, files)
+        await writer.save(1, state_of(1), tensors_of(1))
+        with pytest.raises(CheckpointFailed):
+            await writer.finish(timeout_s=0.05)
+
+    started = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - started < 5.0
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert thread.daemon
+    files.gate.set()
+    thread.join(timeout=5)
+    assert sets(tmp_path) == [], "an abandoned save stops and makes no set"
+
+
+@async_test
+async def test_finish_without_a_save_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    assert await writer_of(tmp_path).finish() is None
+
+
+# -- power loss ------------------------------------------------------------------------------------------------------
+
+
+class PowerLoss(ScriptedFiles):
+    """Stops before operation ``number``; then every file that was not synced is lost, and has 0 bytes."""
+
+    class Off(BaseException):
+        pass
+
+    def __init__(self, number: int) -> None:
+        super().__init__(self._maybe_off)
+        self._number = number
+        self._synced: set[int] = set()
+
+    def _maybe_off(self, count: int, name: str, path: Path) -> None:
+        if count >= self._number:
+            raise self.Off
+
+    def write(self, path: Path, text: str) -> None:
+        super().write(path, text)
+        self._synced.add(path.stat().st_ino)
+
+    def digest_and_sync(self, path: Path) -> str:
+        digest = super().digest_and_sync(path)
+        self._synced.add(path.stat().st_ino)
+        return digest
+
+    def lose_unsynced(self, root: Path, durable: set[int]) -> None:
+        for path in root.rglob("*"):
+            if path.is_file() and path.stat().st_ino not in self._synced | durable:
+                path.write_bytes(b"")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("number", range(OPERATIONS + 1))
+def test_a_power_loss_at_any_operation_leaves_a_complete_set(tmp_path: Path, number: int) -> None:
+    save_set(tmp_path, 1)
+    durable = {path.stat().st_ino for path in tmp_path.rglob("*") if path.is_file()}
+    files = PowerLoss(number)
+
+    async def run() -> None:
+        writer = writer_of(tmp_path, files, keep_last=1)
+        await writer.save(2, state_of(2), tensors_of(2))
+        await writer.finish()
+
+    try:
+        asyncio.run(run())
+        assert number == OPERATIONS
+    except PowerLoss.Off:
+        pass
+    files.lose_unsynced(tmp_path, durable)
+    newest = newest_checkpoint(tmp_path)
+    assert newest is not None
+    step = int(newest.name[-1])
+    assert holds_step(newest, step)
+    renamed = ("rename", step_folder(tmp_path, 2)) in files.operations[:number]
+    assert step == (2 if renamed else 1)
