@@ -47,6 +47,9 @@ class LearnerRank:
     def __init__(self, spec: LearnerSpec, *, rank: int, world_size: int) -> None:
         self.spec = spec
         self.version = 0
+        self.steps = 0
+        """Learner steps that changed the policy. Seeds hang on it, not on the version, which jumps when a group that
+        died is restored."""
         self._rank = rank
         self._device = torch.device(spec.device)
         self._updater = Updater(spec, Ranks(rank, world_size, self._device))
@@ -83,7 +86,7 @@ class LearnerRank:
         if batch.learner_version != self.version:
             raise ValueError(f"a batch for version {batch.learner_version} came to a learner at version {self.version}")
         tensors = BatchTensors.from_batch(batch, self.spec.max_staleness)
-        outcome = self._updater.run(tensors, self.version)
+        outcome = self._updater.run(tensors, self.steps)
         # A batch without anything to train says nothing about gradients.
         if "optimizer_steps_policy" in outcome.metrics:
             self._close(outcome.stepped)
@@ -148,6 +151,7 @@ class LearnerRank:
         for engine, _ in self._engines():
             load_engine(engine, folder)
         self.version = int(state["version"]) if version is None else version
+        self.steps = int(state["steps"])
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         self._updater.load_state_dict(state["update"])
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch_rng"]), dtype=torch.uint8))
@@ -157,6 +161,7 @@ class LearnerRank:
         return {
             "layout": self.spec.layout,
             "version": self.version,
+            "steps": self.steps,
             "skipped_in_a_row": self._skipped_in_a_row,
             "update": self._updater.state_dict(),
             "torch_rng": torch.get_rng_state().numpy().tobytes().hex(),
@@ -178,6 +183,7 @@ class LearnerRank:
     def _close(self, stepped: bool) -> None:
         if stepped:
             self.version += 1
+            self.steps += 1
             self._skipped_in_a_row = 0
             return
         self._skipped_in_a_row += 1

@@ -27,7 +27,7 @@ import numpy as np
 import ray
 
 from learner.spec import LearnerSpec
-from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
+from rlhf_cluster.protocols import LearnerLost, WeightBroadcast, WeightSnapshot
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 
 if TYPE_CHECKING:
@@ -48,8 +48,16 @@ class LearnerFailed(RuntimeError):
     """A learner rank died or raised; the message names the rank and carries its error."""
 
 
-class LearnerStalled(LearnerFailed):
+class LearnerDied(LearnerFailed, LearnerLost):
+    """The process of a learner rank is gone."""
+
+
+class LearnerStalled(LearnerFailed, LearnerLost):
     """No rank ran a micro-batch for ``learner.stall_timeout_s``."""
+
+
+class LearnerSilent(TimeoutError, LearnerLost):
+    """A learner rank did not answer within the deadline of a call."""
 
 
 class RankActor:
@@ -361,7 +369,7 @@ async def _answers(refs: Mapping[int, Any], method: str, timeout_s: float) -> di
             raise _first_cause(tasks, method)
         if waiting:
             silent = [rank for rank, task in tasks.items() if not task.done()]
-            raise TimeoutError(f"learner rank {silent} did not answer {method!r} within {timeout_s:g} s")
+            raise LearnerSilent(f"learner rank {silent} did not answer {method!r} within {timeout_s:g} s")
         return {rank: task.result() for rank, task in tasks.items()}
     finally:
         for task in tasks.values():
@@ -395,6 +403,7 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
     rank, error = min(errors.items(), key=weight)
     # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
     raised = getattr(error, "cause", None) or error
-    failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
+    kind = LearnerDied if isinstance(error, ray.exceptions.RayActorError) else LearnerFailed
+    failure = kind(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
     failure.__cause__ = error
     return failure

@@ -142,8 +142,8 @@ class Updater:
         self._kl = _kl_controller(algorithm.kl)
         self._critic_pretrained = learner.critic_pretrain_steps == 0
 
-    def run(self, tensors: BatchTensors, version: int) -> Outcome:
-        """Train on the batch of ``version``.
+    def run(self, tensors: BatchTensors, step: int) -> Outcome:
+        """Train on a batch; the order of its rows hangs on ``step``, the learner steps taken so far.
 
         Raises:
             BadData: more than ``guardrails.max_unscorable_fraction`` of the batch is not finite.
@@ -151,7 +151,7 @@ class Updater:
         clock = _Stopwatch()
         # What every rank computes alike, and what is a rank's share of a sum.
         whole, share = MetricSums(), MetricSums()
-        seed = derive_seed(self._spec.seed, "minibatches", version)
+        seed = derive_seed(self._spec.seed, "minibatches", step)
         view = None
         if self._needs_policy_pass and tensors.pairs:
             tensors, view = self._policy_pass(tensors, seed, share)

@@ -457,6 +457,9 @@ class GuardrailConfig(Section):
     max_unscorable_fraction: UnitInterval = Field(
         0.1, description="Share of unscorable rollouts over a batch's worth that ends the run."
     )
+    max_learner_restarts: NonNegativeInt = Field(
+        3, description="Times the learner group is rebuilt from the newest checkpoint after a rank died or hung."
+    )
     max_attempts: PositiveInt = Field(5, description="Times one prompt is issued in an epoch before the run ends.")
     self_check_tolerance: Positive | None = Field(
         None, description="Mean |engine - learner| log-prob in nats allowed at start-up; by dtype when null."

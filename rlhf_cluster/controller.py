@@ -96,7 +96,8 @@ class Controller:
     """Runs the loops until ``settings.steps`` learner steps are done or ``stop`` is set.
 
     ``after_step(step)`` is awaited after each closed batch (checkpoints); ``after_first_publication()`` after the first
-    one that carries trained weights (the self-check); ``on_batch(step, batch)`` sees every batch that is trained.
+    one that carries trained weights (the self-check); ``on_batch(step, batch)`` sees every batch that is trained;
+    ``before_publication(version)`` is called before any worker hears of a version.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Controller:
         after_step: Callable[[int], Awaitable[None]] | None = None,
         after_first_publication: Callable[[], Awaitable[None]] | None = None,
         on_batch: Callable[[int, TrainBatch], None] | None = None,
+        before_publication: Callable[[int], None] | None = None,
     ) -> None:
         self._settings = settings
         self._cursor = cursor
@@ -128,6 +130,7 @@ class Controller:
         self._after_step = after_step
         self._after_first_publication = after_first_publication
         self._on_batch = on_batch
+        self._before_publication = before_publication
 
         self.step = step
         self._stop = asyncio.Event()
@@ -158,7 +161,9 @@ class Controller:
         """Train until the last step or ``stop()``.
 
         Raises:
-            RunFailed: a rule of the run ended it (named). Anything a learner or a whole pool raises passes through.
+            RunFailed: a rule of the run ended it (named).
+            LearnerLost: the learner is to be rebuilt; a new controller goes on from the checkpoint.
+            Anything else that a learner or a whole pool raises passes through.
         """
         stages = [
             asyncio.create_task(loop(), name=name)
@@ -411,6 +416,8 @@ class Controller:
         )
 
     async def _publish(self, snapshot: WeightSnapshot) -> None:
+        if self._before_publication is not None:
+            self._before_publication(snapshot.version)
         report = await self._sink.publish(snapshot)
         for index, cause in report.failed.items():
             log.warning("rollout worker %d is fenced: version %d failed: %s", index, report.version, cause)

@@ -56,6 +56,10 @@ class WorkerFailed(RuntimeError):
     """A worker or scorer died or answered with an error; its attempts are to be re-issued."""
 
 
+class LearnerLost(RuntimeError):
+    """A learner rank died or hangs: the group is to be rebuilt and goes on from the newest checkpoint."""
+
+
 class Generator(Protocol):
     """The rollout workers behind one router."""
 
@@ -143,7 +147,11 @@ class Learner(Protocol):
     def version(self) -> int: ...
 
     async def train(self, batch: TrainBatch) -> UpdateResult:
-        """One learner step on a batch for the current version. Raises TimeoutError naming the rank."""
+        """One learner step on a batch for the current version.
+
+        Raises:
+            LearnerLost: naming the rank that died or hangs. Anything else is an error that would come again.
+        """
         ...
 
     async def snapshot(self) -> WeightSnapshot:

@@ -19,6 +19,8 @@ from rlhf_cluster.diagnosis.preflight import PreflightError, check_run_folder
 
 log = logging.getLogger(__name__)
 
+PUBLISHED_VERSION = "published_version"
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -54,7 +56,7 @@ class RunFolder:
         for folder in found.damaged:
             log.warning("%s becomes %s", folder, set_aside(folder).name)
         if found.newest is None:
-            for name in ("metrics.jsonl", "samples.jsonl"):
+            for name in ("metrics.jsonl", "samples.jsonl", PUBLISHED_VERSION):
                 _move_aside(path / name)
         (path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         return RunFolder(path, found.newest, lock)

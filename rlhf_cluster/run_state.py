@@ -24,8 +24,13 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any], *, cursor: PromptCursor, queue: ExperienceQueue) -> int:
+def restore(
+    state: Mapping[str, Any], *, cursor: PromptCursor, queue: ExperienceQueue, version: int | None = None
+) -> int:
     """Put the parts back where ``snapshot`` found them and return the step to go on from.
+
+    ``version``: what the learner goes on as, when versions above the saved one were published; queued groups that are
+    too stale for it leave, and their prompts come again.
 
     Attempts that were on workers are aborted, and the cursor yields their prompts again; queued groups stay queued.
     The recorder goes on from ``state["metrics"]``.
@@ -36,8 +41,10 @@ def restore(state: Mapping[str, Any], *, cursor: PromptCursor, queue: Experience
     queue.load_state_dict(state["queue"])
     for attempt in queue.dispatched():
         queue.retire(attempt.group_id, attempt.attempt, "aborted")
-    queued = [entry["group_id"] for entry in state["queue"]["entries"] if entry["group"] is not None]
-    cursor.load_state_dict(state["cursor"], outstanding=queued)
+    queued = {entry["group_id"] for entry in state["queue"]["entries"] if entry["group"] is not None}
+    if version is not None and version > queue.learner_version:
+        queued -= {attempt.group_id for attempt in queue.advance(version)}
+    cursor.load_state_dict(state["cursor"], outstanding=sorted(queued))
     return int(state["step"])
 
 

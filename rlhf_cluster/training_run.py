@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from rlhf_cluster import run_state
 from rlhf_cluster.checkpoint_retention import BestBy, Retention
+from rlhf_cluster.checkpoint_set import survey
 from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import CheckpointConfig, Config
@@ -28,7 +29,9 @@ from rlhf_cluster.metrics.recorder import MetricsRecorder
 from rlhf_cluster.metrics.samples import SampleWriter
 from rlhf_cluster.metrics.sinks import Sink
 from rlhf_cluster.metrics.tensorboard import TensorBoardSink
-from rlhf_cluster.run_folder import RunFolder
+from rlhf_cluster.protocols import LearnerLost
+from rlhf_cluster.published_version import PublishedVersion
+from rlhf_cluster.run_folder import PUBLISHED_VERSION, RunFolder
 from rlhf_cluster.types import TrainBatch
 
 _SELF_CHECK_PROMPTS = 4
@@ -46,7 +49,7 @@ class Fleet(Protocol):
     scorers: Any
     """A Scorer."""
     learner: Any
-    """A Learner that can also ``load`` a checkpoint."""
+    """A Learner that can also ``load`` a checkpoint and ``restart``."""
 
     async def ready(self, *names: str) -> None: ...
 
@@ -71,6 +74,8 @@ class TrainingRun:
         )
         self._saved_step = 0
         self._saved: dict[str, Any] | None = None
+        self._learner_restarts = 0
+        self._published = PublishedVersion(folder.path / PUBLISHED_VERSION)
         self._writer = CheckpointWriter(
             folder.checkpoints,
             retention=_retention(config.checkpoint),
@@ -90,7 +95,8 @@ class TrainingRun:
         try:
             check_learner_layout(checkpoint / run_state.LEARNER, self._config)
             self._saved = run_state.load_state(checkpoint)
-            self._saved_step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue)
+            version = self._published.above(int(self._saved["queue"]["learner_version"]))
+            self._saved_step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue, version=version)
         except ValueError as error:
             raise PreflightError(f"cannot resume from {checkpoint}: {error}") from None
 
@@ -103,10 +109,7 @@ class TrainingRun:
             fleet = start_fleet()
             try:
                 step = await self._prepare(fleet)
-                controller = self._controller(fleet, step, self._sample_writer(stack))
-                signals.on_first = controller.stop
-                view.phase("training")
-                await controller.run()
+                controller = await self._train(fleet, step, signals, self._sample_writer(stack))
                 view.phase("saving")
                 await self._save(fleet, controller.step)
                 await self._writer.finish()
@@ -165,14 +168,70 @@ class TrainingRun:
         self._recorder.load_state_dict(saved["metrics"])
         await fleet.ready("rollout workers", "scorers", "learner")
         self._view.phase("loading the checkpoint")
-        await fleet.learner.load(checkpoint / run_state.LEARNER)
+        await fleet.learner.load(checkpoint / run_state.LEARNER, version=self._queue.learner_version)
         # The engines hold the base weights: nothing may be sampled before they hold those of the checkpoint.
         if fleet.learner.version > 0:
-            report = await fleet.sink.publish(await fleet.learner.snapshot())
-            if not report.applied:
-                raise RunFailed(f"no rollout worker took version {report.version}: {dict(report.failed)}")
-            self._recorder.weights_published(report)
+            await self._publish_restored(fleet)
         return self._saved_step
+
+    async def _publish_restored(self, fleet: Fleet) -> None:
+        snapshot = await fleet.learner.snapshot()
+        self._published.note(snapshot.version)
+        report = await fleet.sink.publish(snapshot)
+        if not report.applied:
+            raise RunFailed(f"no rollout worker took version {report.version}: {dict(report.failed)}")
+        self._recorder.weights_published(report)
+
+    async def _train(
+        self,
+        fleet: Fleet,
+        step: int,
+        signals: Signals,
+        on_batch: Callable[[int, TrainBatch], None] | None,
+    ) -> Controller:
+        """Run the control loop to its end, with a new one each time the learner had to be rebuilt."""
+        while True:
+            controller = self._controller(fleet, step, on_batch)
+            signals.on_first = controller.stop
+            self._view.phase("training")
+            try:
+                await controller.run()
+                return controller
+            except LearnerLost as lost:
+                if controller.stopped or self._learner_restarts >= self._config.guardrails.max_learner_restarts:
+                    raise
+                signals.on_first = signals.cancel
+                step = await self._rebuild_learner(fleet, lost)
+
+    async def _rebuild_learner(self, fleet: Fleet, lost: LearnerLost) -> int:
+        """A new learner group with the weights of the newest checkpoint, under a version above every one so far.
+
+        The step count goes back to the checkpoint and so does the cursor: what was trained since comes again. Every
+        outstanding attempt is aborted. Returns the step to go on from.
+        """
+        self._learner_restarts += 1
+        self._recorder.restarted("learner")
+        self._view.message(
+            f"the learner is lost ({lost}); rebuilding it from the newest checkpoint, time {self._learner_restarts} of "
+            f"at most {self._config.guardrails.max_learner_restarts} (guardrails.max_learner_restarts)"
+        )
+        self._view.phase("rebuilding the learner")
+        with contextlib.suppress(CheckpointFailed):
+            await self._writer.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
+        found = await asyncio.to_thread(survey, self._folder.checkpoints)
+        version = max(self._queue.learner_version, self._published.highest) + 1
+        self._queue.fail_over(version)
+        self._cursor = PromptCursor(self._inputs.train, seed=self._config.run.seed)
+        await fleet.learner.restart(version=version)
+        step = 0
+        if found.newest is not None:
+            saved = run_state.load_state(found.newest)
+            self._cursor.load_state_dict(saved["cursor"], outstanding=())
+            await fleet.learner.load(found.newest / run_state.LEARNER, version=version)
+            step = int(saved["step"])
+        self._saved_step = step
+        await self._publish_restored(fleet)
+        return step
 
     def _controller(self, fleet: Fleet, step: int, on_batch: Callable[[int, TrainBatch], None] | None) -> Controller:
         config = self._config
@@ -204,6 +263,7 @@ class TrainingRun:
             after_step=after_step,
             after_first_publication=lambda: self._self_check(fleet),
             on_batch=on_batch,
+            before_publication=self._published.note,
         )
 
     def _sample_writer(self, stack: contextlib.ExitStack) -> Callable[[int, TrainBatch], None] | None:

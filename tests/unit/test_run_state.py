@@ -88,3 +88,20 @@ def test_a_refused_state_names_what_differs(tmp_path: Path) -> None:
         assert "queue.groups_per_batch is 3 but the saved queue was built with 2" in str(error)
     else:
         raise AssertionError("a queue of another batch size took the state")
+
+@async_test
+async def test_queued_groups_too_stale_for_the_version_a_run_goes_on_as_come_again(tmp_path: Path) -> None:
+    # As above, but versions 2 and 3 were published before the driver died: the run goes on as 4, and K is 1.
+    cursor, queue = make_cursor(), make_queue(groups_per_batch=2, max_staleness=1)
+    recorder = MetricsRecorder(max_staleness=1, total_steps=4, clock=SystemClock(), sinks=())
+    order = generate(cursor, queue, 4, finished=3)
+    await train_one_batch(cursor, queue)
+    state = run_state.snapshot(1, cursor=cursor, queue=queue, recorder=recorder)
+
+    cursor, queue = make_cursor(), make_queue(groups_per_batch=2, max_staleness=1)
+    assert run_state.restore(state, cursor=cursor, queue=queue, version=4) == 1
+    assert queue.learner_version == 4
+    assert queue.outstanding == 0
+    assert generate(cursor, queue, 2, finished=2) == order[2:]
+    assert await train_one_batch(cursor, queue) == order[2:]
+    queue.ledger.check()

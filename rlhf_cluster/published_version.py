@@ -1,0 +1,40 @@
+"""The highest policy version a run ever published, on disk before the workers hear of it: versions only grow, also when
+a learner or a driver dies and goes on from an older checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class PublishedVersion:
+    """A number in a file that only grows.
+
+    Args:
+        path: made at the first ``note``.
+
+    Raises:
+        ValueError: the file holds no number.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.highest = 0
+        if path.is_file():
+            text = path.read_text(encoding="utf-8").strip()
+            if not text.isdecimal():
+                raise ValueError(f"{path} should hold the highest version published so far, but holds {text!r}")
+            self.highest = int(text)
+
+    def note(self, version: int) -> None:
+        """``version`` is about to be published."""
+        if version <= self.highest:
+            return
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(f"{version}\n", encoding="utf-8")
+        os.replace(partial, self._path)
+        self.highest = version
+
+    def above(self, saved: int) -> int:
+        """The version under which weights saved as ``saved`` go on: the same when nothing newer was published."""
+        return saved if self.highest <= saved else self.highest + 1

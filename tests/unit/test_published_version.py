@@ -1,0 +1,34 @@
+"""The highest version ever published, on disk before any worker hears of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhf_cluster.published_version import PublishedVersion
+
+
+def test_a_version_is_on_disk_once_it_is_noted_and_never_goes_back(tmp_path: Path) -> None:
+    path = tmp_path / "published_version"
+    published = PublishedVersion(path)
+    assert published.highest == 0
+    published.note(3)
+    published.note(2)
+    assert path.read_text() == "3\n"
+    assert PublishedVersion(path).highest == 3
+
+
+def test_restored_weights_go_on_above_everything_published_and_keep_their_version_when_nothing_was(
+    tmp_path: Path,
+) -> None:
+    published = PublishedVersion(tmp_path / "published_version")
+    published.note(7)
+    assert published.above(5) == 8
+    assert published.above(7) == 7
+
+
+def test_a_file_without_a_number_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "published_version").write_text("seven")
+    with pytest.raises(ValueError, match="published_version should hold the highest version"):
+        PublishedVersion(tmp_path / "published_version")
