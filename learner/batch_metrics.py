@@ -10,7 +10,7 @@ from torch import Tensor
 from learner.batch_tensors import BatchTensors
 from rlhf_cluster.algorithms.kl import kl_estimate
 from rlhf_cluster.algorithms.losses import explained_variance, explained_variance_sums
-from rlhf_cluster.metrics.names import EXCLUSION_KINDS, RATIO_QUANTILES
+from rlhf_cluster.metrics.names import EXCLUSION_KINDS, MISMATCH_BOUNDS, RATIO_QUANTILES
 from rlhf_cluster.types import Ratio
 
 
@@ -55,6 +55,8 @@ def batch_metrics(
         "truncated_fraction": Ratio(int(tensors.truncated.sum()), rows),
         "empty_fraction": Ratio(tensors.n_empty, tensors.n_empty + rows),
     }
+    for bound in MISMATCH_BOUNDS:
+        metrics[f"kl_behaviour_above_{bound:g}"] = masked_ratio((gap.abs() > bound).float(), mask)
     for lag in range(max_staleness + 1):
         metrics[f"kl_behaviour_lag{lag}"] = masked_ratio(gap.abs(), mask & (tensors.lags == lag))
     return metrics

@@ -461,6 +461,11 @@ class GuardrailConfig(Section):
         3, description="Times the learner group is rebuilt from the newest checkpoint after a rank died or hung."
     )
     max_attempts: PositiveInt = Field(5, description="Times one prompt is issued in an epoch before the run ends.")
+    mismatch_alarm: Positive = Field(
+        0.1,
+        description="Mean |engine - learner| log-prob in nats, on tokens of the version in training, above which every "
+        "step logs a warning.",
+    )
     self_check_tolerance: Positive | None = Field(
         None, description="Mean |engine - learner| log-prob in nats allowed at start-up; by dtype when null."
     )

@@ -143,6 +143,7 @@ class TrainingRun:
             total_steps=self._config.run.steps,
             clock=self._clock,
             sinks=sinks,
+            mismatch_alarm=self._config.guardrails.mismatch_alarm,
         )
         stack.callback(recorder.close)
         return recorder

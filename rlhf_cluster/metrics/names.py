@@ -33,6 +33,8 @@ EXCLUSION_KINDS: Final = ("score", "ref_logprobs", "behaviour_logprobs", "proxim
 """What of a rollout was not finite when the learner left it out; ``group``: nothing of its own, but it went with its
 group."""
 KL_ESTIMATORS: Final = ("k1", "k2", "k3", "full")
+MISMATCH_BOUNDS: Final = (0.001, 0.01, 0.1, 1.0)
+"""Nats between engine and learner on one token; the mean alone hides a few broken tokens."""
 RATIO_QUANTILES: Final = {"0.01": "ratio_q01", "0.5": "ratio_q50", "0.99": "ratio_q99"}
 """Quantile -> the learner's own name of it."""
 ATTEMPT_STATES: Final = (
@@ -153,6 +155,13 @@ _TABLE: Final = (
         ("lag",),
     ),
     Metric("rlhf_kl_behaviour_mean", "gauge", "nats per token", "The same over all tokens of the batch."),
+    Metric(
+        "rlhf_engine_mismatch_fraction",
+        "gauge",
+        "of tokens",
+        "Tokens on which engine and learner differ by more than so many nats, before the step.",
+        ("above",),
+    ),
     Metric("rlhf_approx_kl", "gauge", "nats per token", "KL of the policy before the step to the one trained."),
     Metric("rlhf_kl_coef", "gauge", "score per nat", "Coefficient of the KL penalty."),
     # Queue and ledger
@@ -280,6 +289,10 @@ LEARNER_GAUGES: Final[dict[str, tuple[str, dict[str, str]]]] = {
     **{f"kl_loss_{kind}": ("rlhf_kl_loss", {"estimator": kind}) for kind in KL_ESTIMATORS},
     **{name: ("rlhf_ratio_quantile", {"quantile": quantile}) for quantile, name in RATIO_QUANTILES.items()},
     **{f"padding_{model}": ("rlhf_padding_share", {"model": model}) for model in MODELS},
+    **{
+        f"kl_behaviour_above_{bound:g}": ("rlhf_engine_mismatch_fraction", {"above": f"{bound:g}"})
+        for bound in MISMATCH_BOUNDS
+    },
     "target_kl_left_out": ("rlhf_target_kl_left_out_fraction", {}),
     "kl_behaviour": ("rlhf_kl_behaviour_mean", {}),
     "nll": ("rlhf_perplexity", {}),

@@ -11,6 +11,8 @@ included; everything else describes the last step.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import re
 from collections import deque
@@ -27,6 +29,8 @@ from rlhf_cluster.metrics.series import series_key
 from rlhf_cluster.metrics.sinks import Sink
 from rlhf_cluster.protocols import Clock, PublishReport
 from rlhf_cluster.types import Ratio, Rollout, ScoredGroup, TrainBatch, UpdateResult
+
+log = logging.getLogger(__name__)
 
 _LAG_METRIC = re.compile(r"kl_behaviour_lag(\d+)")
 _UNSAFE_NAME = re.compile(r"[^a-z0-9_]")
@@ -51,11 +55,21 @@ class MetricsRecorder:
     Args:
         max_staleness: K, versions; the lag histogram has the buckets 0..K.
         total_steps: learner steps the run plans, steps before a resume included.
+        mismatch_alarm: nats a token between engine and learner, same version, above which a line is logged.
         clock: where rates and time left are measured.
         sinks: who gets the rows; the recorder closes them.
     """
 
-    def __init__(self, *, max_staleness: int, total_steps: int, clock: Clock, sinks: Sequence[Sink]) -> None:
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        total_steps: int,
+        clock: Clock,
+        sinks: Sequence[Sink],
+        mismatch_alarm: float = math.inf,
+    ) -> None:
+        self._mismatch_alarm = mismatch_alarm
         self._max_staleness = max_staleness
         self._total_steps = total_steps
         self._clock = clock
@@ -95,11 +109,12 @@ class MetricsRecorder:
         """Scores of one group. Scores that are not finite enter no mean; report them with ``unscorable``."""
         self._passed("scored", group.n_tokens)
         self._seconds["score"].observe(seconds)
+        scores = [member.score for member in group.rollouts if math.isfinite(member.score)]
+        if scores:
+            self._count("rlhf_scored_rollouts_total", len(scores))
+            self._mean("rlhf_score_mean", Ratio(sum(scores), len(scores)))
+            self._mean("rlhf_unscorable_fraction", Ratio(0, len(scores)))
         for member in group.rollouts:
-            if math.isfinite(member.score):
-                self._count("rlhf_scored_rollouts_total", 1)
-                self._mean("rlhf_score_mean", Ratio(member.score, 1))
-                self._mean("rlhf_unscorable_fraction", Ratio(0, 1))
             for component, value in member.score_components.items():
                 if math.isfinite(value):
                     self._mean("rlhf_score_component_mean", Ratio(value, 1), component=component)
@@ -144,6 +159,16 @@ class MetricsRecorder:
             else:
                 metric, labels = self._learner_gauge(name)
                 self._mean(metric, ratio, **labels)
+        # Tokens of the version that is trained: what older ones differ by is staleness, not a fault.
+        mismatch = result.metrics.get("kl_behaviour_lag0")
+        if mismatch is not None and mismatch.value > self._mismatch_alarm:
+            log.warning(
+                "version %d: engine and learner differ by %.4f nats a token on tokens of the same version "
+                "(guardrails.mismatch_alarm %g); see rlhf_engine_mismatch_fraction",
+                result.version,
+                mismatch.value,
+                self._mismatch_alarm,
+            )
 
     def weights_published(self, report: PublishReport) -> None:
         """One publication to all workers."""
@@ -279,28 +304,34 @@ class MetricsRecorder:
         return names.LEARNER_PREFIX + _UNSAFE_NAME.sub("_", name.lower()), {}
 
     def _attempts(self, state: str, reason: str, count: Count) -> None:
-        labels = {"state": state, "reason": reason}
-        self._counters[series_key("rlhf_attempts_total", labels)] = float(count.groups)
-        self._counters[series_key("rlhf_attempt_tokens_total", labels)] = float(count.tokens)
+        labels = (("state", state), ("reason", reason))
+        self._counters[_key("rlhf_attempts_total", labels)] = float(count.groups)
+        self._counters[_key("rlhf_attempt_tokens_total", labels)] = float(count.tokens)
 
     def _passed(self, stage: str, tokens: int) -> None:
         self._interval_tokens[stage] += tokens
         self._count("rlhf_tokens_total", tokens, stage=stage)
 
     def _count(self, name: str, amount: float, **labels: str) -> None:
-        self._counters[series_key(name, labels)] += amount
+        self._counters[_key(name, tuple(labels.items()))] += amount
 
     def _mean(self, name: str, ratio: Ratio, **labels: str) -> None:
-        key = series_key(name, labels)
+        key = _key(name, tuple(labels.items()))
         self._ratios[key] = self._ratios.get(key, Ratio(0, 0)) + ratio
 
     def _gauge(self, name: str, value: float, **labels: str) -> None:
-        self._gauges[series_key(name, labels)] = float(value)
+        self._gauges[_key(name, tuple(labels.items()))] = float(value)
 
     def _set_live(self, values: Mapping[str, float]) -> None:
         self._live.update(values)
         for sink in self._sinks:
             sink.live(self._live)
+
+
+@functools.lru_cache(maxsize=1024)
+def _key(name: str, labels: tuple[tuple[str, str], ...]) -> str:
+    """``series_key``, remembered: the same few are asked for at every rollout."""
+    return series_key(name, dict(labels))
 
 
 def _exported(key: str, ratio: Ratio) -> float:

@@ -262,6 +262,8 @@ def test_engine_mismatch_is_measured_over_all_tokens_and_under_each_lag() -> Non
     assert metrics["kl_behaviour_lag0"] == Ratio(pytest.approx(0.3), 2)
     assert metrics["kl_behaviour_lag1"] == Ratio(pytest.approx(0.1), 1)
     assert metrics["nll"] == Ratio(pytest.approx(1.3), 3)
+    above = [metrics[f"kl_behaviour_above_{bound}"] for bound in ("0.001", "0.01", "1")]
+    assert above == [Ratio(2.0, 3), Ratio(2.0, 3), Ratio(0.0, 3)]
 
 
 def test_a_filler_row_has_no_mask() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from rlhf_cluster.metrics.recorder import MetricsRecorder
 from rlhf_cluster.protocols import PublishReport
 from rlhf_cluster.types import Ratio, ScoredGroup, ScoredRollout, TrainBatch, UpdateResult
 from tests.unit.builders import admit_many, async_test, make_group, make_queue, put_all
@@ -279,3 +280,14 @@ def test_recorder_and_sinks_load_neither_torch_nor_ray() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("mismatch", "warned"), [(0.09, False), (0.11, True)])
+def test_an_engine_that_disagrees_with_the_learner_raises_an_alarm(
+    mismatch: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """N20; tokens of older versions differ by staleness and raise none."""
+    watching = MetricsRecorder(max_staleness=1, total_steps=1, clock=HandClock(), sinks=(), mismatch_alarm=0.1)
+    metrics = {"kl_behaviour_lag0": Ratio(mismatch * 10, 10), "kl_behaviour_lag1": Ratio(5.0, 10)}
+    watching.step_done(UpdateResult(7, True, metrics), seconds=1.0)
+    assert ("version 7: engine and learner differ" in caplog.text) == warned
