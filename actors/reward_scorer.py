@@ -25,8 +25,8 @@ from rlhf_cluster.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
-Unscorable = Literal["too_long", "unrenderable", "function_error", "not_finite"]
-UNSCORABLE: tuple[Unscorable, ...] = ("too_long", "unrenderable", "function_error", "not_finite")
+Unscorable = Literal["too_long", "unrenderable", "function_error", "not_finite", "scorer_died"]
+"""``scorer_died`` is the pool's: scorers died over the group again and again."""
 
 
 class Reward(NamedTuple):

@@ -1,23 +1,29 @@
-"""Rollout workers as Ray actors behind ``protocols.Generator`` and ``WeightSink``: routing, deadlines, fences.
+"""Rollout workers as Ray actors behind ``protocols.Generator`` and ``WeightSink``: routing, fences, restarts, scaling.
 
-A slot takes requests while its actor lives and it is not fenced. An actor that died, or let a group's deadline pass, is
-down for good; a worker whose update failed is fenced and opens again with the next update that succeeds.
+    choose -> generate --> slot 0: worker, incarnation 1     publish --> every worker that is up
+                       \\-> slot 1: worker, incarnation 3 <-- restarted: engine, then newest version, then routable
+
+A worker takes requests while it is alive, not fenced and not being scaled away. One that died (process gone, fatal
+engine error, heartbeats missed, a deadline missed) fails its calls at once and is restarted by its supervisor; one
+whose update was refused is fenced and opens again with the next update that succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors import placement
-from actors.rollout_worker import INITIAL_VERSION, EngineDied, RolloutWorker, UpdateTiming, WorkerFenced
+from actors.rollout_member import RolloutMember, SnapshotGone
+from actors.rollout_worker import INITIAL_VERSION, RolloutWorker, UpdateTiming
+from actors.supervisor import NO_RAY_RESTARTS, WorkerDied, all_or_cancel, dump_all, first_line
+from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import Config
 from rlhf_cluster.protocols import (
     PublishReport,
@@ -28,44 +34,53 @@ from rlhf_cluster.protocols import (
     WorkerStatus,
 )
 from rlhf_cluster.seeds import derive_seed
+from rlhf_cluster.supervision import Changes, Event, SupervisedSlot, SupervisionSettings, first_cause
 from rlhf_cluster.types import Rollout
+from rlhf_cluster.watchdog import Wait
 
 log = logging.getLogger(__name__)
 
+ROLE = "rollout_worker"
 _CLOSE_TIMEOUT_S = 15.0
 
 
 class NoWorkersLeft(RuntimeError):
-    """Every rollout worker is down; the message names the first cause."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    index: int
-    handle: Any
-    version: int = INITIAL_VERSION
-    in_flight: int = 0
-    fenced: bool = True
-    down: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"rollout worker {self.index}"
-
-    @property
-    def routable(self) -> bool:
-        return not (self.down or self.fenced)
+    """Every rollout worker is down and none comes back; the message names the first cause."""
 
 
 class RolloutPool:
-    """``rollout.workers`` engines. ``await start(...)`` first; safe for many concurrent callers on one event loop."""
+    """``rollout.workers`` engines. ``await start(...)`` first; safe for many concurrent callers on one event loop.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        supervision: heartbeats, back-off and restart budget of each worker.
+        on_event: told of every start, death, restart, fence and missed heartbeat.
+        worker_class: the class that becomes the actor; tests put an engine without weights here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        supervision: SupervisionSettings | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        worker_class: type = RolloutWorker,
+    ) -> None:
         self._config = config
+        self._publishes_by_broadcast = config.publish.backend == "nccl"
+        settings = supervision or SupervisionSettings()
+        # A collective cannot be joined again: a new engine would never get the weights of the others.
+        self._settings = replace(settings, restarts=0) if self._publishes_by_broadcast else settings
+        self._on_event = on_event
+        self._worker_class = worker_class
         engine = config.rollout.engine
         self._capacity = max(1, engine.max_num_seqs // config.rollout.samples_per_prompt)
-        self._slots: list[_Slot] = []
-        self._first_cause: str | None = None
+        self._clock = SystemClock()
+        self._slots: dict[int, SupervisedSlot[RolloutMember]] = {}
+        self._draining: set[int] = set()
+        self._newest: WeightSnapshot | None = None
+        self._changes = Changes()
+        self._scaling = asyncio.Lock()
+        self._start_timeout_s = config.cluster.start_timeout_s
         self._answered = False
 
     async def start(self, timeout_s: float) -> None:
@@ -74,168 +89,277 @@ class RolloutPool:
         Raises:
             WorkerFailed: a worker that could not start, with its reason. TimeoutError: names the worker.
         """
-        config = self._config
-        actor = ray.remote(RolloutWorker).options(**placement.rollout_options(config))
-        self._slots = [
-            _Slot(
-                index,
-                actor.remote(
-                    index=index,
-                    model=config.model.policy,
-                    dtype=config.model.dtype,
-                    engine=config.rollout.engine,
-                    max_model_len=config.max_model_len,
-                    seed=derive_seed(config.run.seed, "engine", index),
-                    device=config.cluster.device,
-                    publish=config.publish,
-                    trust_remote_code=config.model.trust_remote_code,
-                ),
-            )
-            for index in range(config.rollout.workers)
-        ]
-        await _all([self._start(slot, timeout_s) for slot in self._slots])
+        self._start_timeout_s = timeout_s
+        self._slots = {index: self._new_slot(index) for index in range(self._config.rollout.workers)}
+        await all_or_cancel(*(slot.start() for slot in self._slots.values()))
+        for slot in self._slots.values():
+            slot.supervise()
 
-    async def _start(self, slot: _Slot, timeout_s: float) -> None:
-        started = time.monotonic()
-        sampling = await self._call(slot, slot.handle.start.remote(), timeout_s, "start")
-        slot.fenced = False
-        log.info(
-            "%s serves after %.1f s; every request samples with %s", slot.name, time.monotonic() - started, sampling
+    def _new_slot(self, index: int) -> SupervisedSlot[RolloutMember]:
+        config = self._config
+        actor = ray.remote(self._worker_class).options(**placement.rollout_options(config), **NO_RAY_RESTARTS)
+
+        def create(incarnation: int) -> RolloutMember:
+            handle = actor.remote(
+                index=index,
+                model=config.model.policy,
+                dtype=config.model.dtype,
+                engine=config.rollout.engine,
+                max_model_len=config.max_model_len,
+                seed=derive_seed(config.run.seed, "engine", index),
+                device=config.cluster.device,
+                publish=config.publish,
+                trust_remote_code=config.model.trust_remote_code,
+            )
+            return RolloutMember(f"rollout worker {index}", incarnation, handle, self._bring_up)
+
+        return SupervisedSlot(
+            ROLE,
+            index,
+            create,
+            settings=self._settings,
+            clock=self._clock,
+            # Not from the seed of the run: when a worker comes back is no part of what is reproduced.
+            rng=random.Random(),
+            on_event=self._happened,
         )
+
+    async def _bring_up(self, worker: RolloutMember) -> None:
+        """Start the engine, then apply the newest version; until then the worker is fenced, so nothing is routed to it.
+
+        A version that is published meanwhile is applied too: when this returns, none is newer.
+        """
+        started = time.monotonic()
+        sampling = await worker.call("start", timeout_s=self._start_timeout_s, what="start")
+        while (newest := self._newest) is not None and newest.version != worker.version:
+            try:
+                await worker.update(newest, self._config.publish.timeout_s)
+            except WorkerFailed as error:
+                if isinstance(error, SnapshotGone) and newest is self._newest:
+                    log.warning("%s stays fenced until the next publication: %s", worker.name, error)
+                    return
+                # A version that was overtaken may have been removed under the reader.
+                if newest is self._newest or worker.life.cause is not None:
+                    raise
+        worker.fenced = False
+        log.info(
+            "%s serves version %d after %.1f s; every request samples with %s",
+            worker.name,
+            worker.version,
+            time.monotonic() - started,
+            sampling,
+        )
+
+    def _happened(self, event: Event) -> None:
+        self._changes.tell()
+        if self._on_event is not None:
+            self._on_event(event)
 
     def choose(self) -> WorkerSlot | None:
         """See ``protocols.Generator``. A worker holds at most ``max_num_seqs`` samples, at least one group.
 
         Raises:
-            NoWorkersLeft: every worker is down.
+            NoWorkersLeft: every worker is down, and none comes back.
         """
         self._check_any_left()
-        free = [slot for slot in self._slots if slot.routable and slot.in_flight < self._capacity]
+        free = [
+            (slot.index, worker)
+            for slot in self._slots.values()
+            if (worker := self._open(slot)) is not None and worker.in_flight < self._capacity
+        ]
         if not free:
             return None
-        slot = min(free, key=lambda slot: slot.in_flight)
-        return WorkerSlot(slot.index, slot.version)
+        index, worker = min(free, key=lambda item: item[1].in_flight)
+        return WorkerSlot(index, worker.version)
+
+    def _open(self, slot: SupervisedSlot[RolloutMember] | None) -> RolloutMember | None:
+        """The worker in ``slot`` when it takes requests."""
+        worker = slot.serving if slot is not None and slot.index not in self._draining else None
+        return worker if worker is not None and not worker.fenced else None
 
     def status(self) -> list[WorkerStatus]:
-        return [WorkerStatus(slot.index, slot.routable, slot.version, slot.in_flight) for slot in self._slots]
+        """See ``protocols.Generator``. A worker that is not up serves no version; its slot shows the newest it had."""
+        statuses = []
+        for slot in self._slots.values():
+            worker = slot.latest
+            version, in_flight = (worker.version, worker.in_flight) if worker is not None else (INITIAL_VERSION, 0)
+            statuses.append(WorkerStatus(slot.index, self._open(slot) is not None, version, in_flight))
+        return statuses
+
+    def waits(self) -> list[Wait]:
+        """Who waits for which worker, those that are starting too, for the watchdog."""
+        return [wait for worker in self._alive() for wait in worker.waits()]
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of every worker that is alive, by name."""
+        return await dump_all(self._alive())
+
+    def _alive(self) -> list[RolloutMember]:
+        latest = (slot.latest for slot in self._slots.values())
+        return [worker for worker in latest if worker is not None and worker.life.cause is None]
 
     async def generate(self, worker: WorkerSlot, request: RolloutRequest) -> list[Rollout]:
         """See ``protocols.Generator``. The deadline is ``rollout.timeout_s``; a worker that misses it is ended."""
-        slot = self._slots[worker.index]
-        if not slot.routable:
-            raise WorkerFailed(f"{slot.name} is down or fenced")
-        slot.in_flight += 1
+        chosen = self._open(self._slots.get(worker.index))
+        if chosen is None:
+            raise WorkerFailed(f"rollout worker {worker.index} is down or fenced")
+        if chosen.version < worker.version:
+            # The group was admitted for the version of an earlier incarnation.
+            raise WorkerFailed(f"{chosen.name} was restarted and serves version {chosen.version} < {worker.version}")
+        chosen.in_flight += 1
         try:
-            rollouts: list[Rollout] = await self._call(
-                slot, slot.handle.generate.remote(request), self._config.rollout.timeout_s, f"group {request.group_id}"
+            rollouts: list[Rollout] = await chosen.call(
+                "generate", request, timeout_s=self._config.rollout.timeout_s, what=f"group {request.group_id}"
             )
             if not self._answered:
                 self._answered = True
-                log.info("the first rollouts left %s", slot.name)
+                log.info("the first rollouts left %s", chosen.name)
             return rollouts
         except TimeoutError as error:
-            self._put_down(slot, str(error))
+            chosen.life.end(str(error))
             raise
         finally:
-            slot.in_flight -= 1
+            chosen.in_flight -= 1
+            self._changes.tell()
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
         """See ``protocols.WeightSink``. All workers side by side, each within ``publish.timeout_s``.
 
-        ``paused_s`` is the longest any worker stood still. A worker that is down is in neither list.
+        Returns as soon as every worker that is up has answered and one serves the version. When none does because they
+        died, it waits for one that comes back with it. ``paused_s`` is the longest any worker stood still. A worker
+        that is not up is in neither list; it takes the version when it comes up.
 
         Raises:
-            NoWorkersLeft: every worker is down.
+            NoWorkersLeft: every worker is down, and none comes back.
         """
         started = time.monotonic()
+        self._newest = snapshot
         timings: dict[int, UpdateTiming] = {}
         failed: dict[int, str] = {}
 
-        async def update(slot: _Slot) -> None:
-            reference = slot.handle.update_weights.remote(snapshot)
+        async def update(slot: SupervisedSlot[RolloutMember], worker: RolloutMember) -> None:
             try:
-                timings[slot.index] = await self._call(
-                    slot, reference, self._config.publish.timeout_s, f"the update to version {snapshot.version}"
-                )
-            except (WorkerFailed, TimeoutError) as error:
-                slot.fenced = True
+                timings[slot.index] = await worker.update(snapshot, self._config.publish.timeout_s)
+            except WorkerDied as error:
                 failed[slot.index] = str(error)
-            else:
-                slot.version, slot.fenced = snapshot.version, False
+            except WorkerFailed as error:
+                failed[slot.index] = str(error)
+                slot.emit("fenced", str(error))
 
-        await _all([update(slot) for slot in self._slots if not slot.down])
+        up = [(slot, worker) for slot in self._slots.values() if (worker := slot.serving) is not None]
+        await all_or_cancel(*(update(slot, worker) for slot, worker in up))
+        if not self._publishes_by_broadcast:
+            await self._changes.until(lambda: bool(self._serve(snapshot)) or self._nobody_returns(), clock=self._clock)
         self._check_any_left()
+        applied = self._serve(snapshot)
         return PublishReport(
             version=snapshot.version,
-            applied=tuple(sorted(timings)),
-            failed=failed,
+            applied=applied,
+            failed={index: cause for index, cause in failed.items() if index not in applied},
             paused_s=max((timing.paused_s for timing in timings.values()), default=0.0),
             total_s=time.monotonic() - started,
         )
 
+    def _serve(self, snapshot: WeightSnapshot) -> tuple[int, ...]:
+        """Slots whose worker holds ``snapshot``, those being scaled away too."""
+        return tuple(
+            slot.index
+            for slot in self._slots.values()
+            if (worker := slot.serving) is not None and not worker.fenced and worker.version == snapshot.version
+        )
+
+    def _nobody_returns(self) -> bool:
+        return not any(slot.coming_back for slot in self._slots.values())
+
     def fence(self) -> None:
         """Send no more work to any worker: an update that the learner broke off left its weights undefined."""
-        for slot in self._slots:
-            slot.fenced = True
+        for slot in self._slots.values():
+            if (worker := slot.serving) is not None:
+                worker.fenced = True
+                slot.emit("fenced", "the learner broke an update off")
+
+    async def scale(self, workers: int, *, drain_s: float | None = None) -> str:
+        """Have ``workers`` of them; returns one line about it. One change at a time, later calls wait.
+
+        New ones are started and brought to the newest version before they take requests. Those with the highest slots
+        go: they take no more requests, finish what they run within ``drain_s`` (default ``rollout.timeout_s``), and
+        end; what still runs then fails as WorkerFailed and is issued again.
+
+        Raises:
+            ValueError: fewer than one, no room in the cluster, or a backend whose group cannot change.
+            WorkerFailed, TimeoutError: a new worker did not start; the pool is as before.
+        """
+        if workers < 1:
+            raise ValueError(f"a run needs at least 1 rollout worker; got {workers}")
+        async with self._scaling:
+            before = sorted(self._slots)
+            if workers == len(before):
+                return f"there are {workers} rollout workers already"
+            if self._publishes_by_broadcast:
+                raise ValueError("publish.backend nccl: its group has the size it was formed with; stop and resume")
+            if workers > len(before):
+                await self._add(workers - len(before))
+            else:
+                leaving = before[workers:]
+                timeout_s = self._config.rollout.timeout_s if drain_s is None else drain_s
+                await asyncio.gather(*(self._remove(index, timeout_s) for index in leaving))
+            return f"{len(before)} -> {len(self._slots)} rollout workers"
+
+    async def _add(self, count: int) -> None:
+        wanted = placement.rollout_options(self._config)
+        free = ray.available_resources()
+        for resource, option in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+            if count * wanted[option] > free.get(resource, 0):
+                raise ValueError(
+                    f"{count} more rollout workers want {count * wanted[option]} {resource}, the Ray cluster has "
+                    f"{free.get(resource, 0):g} free"
+                )
+        unused = [index for index in range(len(self._slots) + count) if index not in self._slots][:count]
+        added = {index: self._new_slot(index) for index in unused}
+        # Seen by status from the start, routable only once up and unfenced.
+        self._slots.update(added)
+        try:
+            await all_or_cancel(*(slot.start() for slot in added.values()))
+        except BaseException:
+            for index, slot in added.items():
+                await slot.end("another new worker did not start")
+                del self._slots[index]
+            raise
+        for slot in added.values():
+            slot.supervise()
+        self._changes.tell()
+
+    async def _remove(self, index: int, drain_s: float) -> None:
+        slot = self._slots[index]
+        slot.restarting_allowed = False
+        self._draining.add(index)
+        try:
+            drained = await self._changes.until(
+                lambda: (worker := slot.serving) is None or worker.in_flight == 0, clock=self._clock, timeout_s=drain_s
+            )
+            if not drained:
+                log.warning("%s still worked after %g s when it was scaled away", slot.name, drain_s)
+            await self._end(slot, "it was scaled away")
+        finally:
+            self._draining.discard(index)
+            self._slots.pop(index, None)
 
     async def close(self) -> None:
         """Stop the engines, then end the actors. Requests in flight fail."""
+        await asyncio.gather(*(self._end(slot, "the pool was closed") for slot in self._slots.values()))
 
-        async def close(slot: _Slot) -> None:
+    async def _end(self, slot: SupervisedSlot[RolloutMember], reason: str) -> None:
+        slot.restarting_allowed = False
+        if (worker := slot.serving) is not None:
             try:
-                await asyncio.wait_for(slot.handle.close.remote(), _CLOSE_TIMEOUT_S)
-            except (RayError, TimeoutError) as error:
-                log.warning("%s did not close cleanly: %s", slot.name, _first_line(error))
+                await worker.call("close", timeout_s=_CLOSE_TIMEOUT_S, what="close")
+            except (WorkerFailed, TimeoutError) as error:
+                log.warning("%s did not close cleanly: %s", slot.name, first_line(error))
+        await slot.end(reason)
 
-        await asyncio.gather(*(close(slot) for slot in self._slots if not slot.down))
-        for slot in self._slots:
-            slot.down = True
-            ray.kill(slot.handle, no_restart=True)
-
-    async def _call(self, slot: _Slot, reference: Any, timeout_s: float, what: str) -> Any:
-        """Await one actor call. Errors become WorkerFailed or TimeoutError, both naming the worker."""
-        try:
-            return await asyncio.wait_for(reference, timeout_s)
-        except RayTaskError as error:  # before TimeoutError: an error raised in the actor may itself be one
-            cause = error.cause if isinstance(error.cause, BaseException) else error
-            slot.fenced |= isinstance(cause, WorkerFenced)
-            if isinstance(cause, EngineDied):
-                self._put_down(slot, f"{slot.name}: {_first_line(cause)}")
-            raise WorkerFailed(f"{slot.name}, {what}: {type(cause).__name__}: {_first_line(cause)}") from error
-        except RayActorError as error:
-            self._put_down(slot, f"{slot.name} died: {_first_line(error)}")
-            raise WorkerFailed(f"{slot.name} died during {what}: {_first_line(error)}") from error
-        except RayError as error:
-            raise WorkerFailed(f"{slot.name}, {what}: {_first_line(error)}") from error
-        except TimeoutError:
-            ray.cancel(reference)
-            raise TimeoutError(f"{slot.name} did not finish {what} within {timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            ray.cancel(reference)
-            raise
-
-    def _put_down(self, slot: _Slot, cause: str) -> None:
-        if slot.down:
-            return
-        slot.down = True
-        self._first_cause = self._first_cause or cause
-        log.error("%s is down: %s", slot.name, cause)
-        ray.kill(slot.handle, no_restart=True)
+    def _workers(self) -> list[RolloutMember]:
+        return [worker for slot in self._slots.values() if (worker := slot.serving) is not None]
 
     def _check_any_left(self) -> None:
-        if self._slots and all(slot.down for slot in self._slots):
-            raise NoWorkersLeft(f"no rollout worker is left; the first cause: {self._first_cause}")
-
-
-async def _all(calls: Sequence[Awaitable[None]]) -> None:
-    """Wait for all; the first error cancels the rest."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if self._slots and self._nobody_returns() and not self._workers():
+            raise NoWorkersLeft(f"no rollout worker is left; the first cause: {first_cause(self._slots.values())}")

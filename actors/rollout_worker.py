@@ -33,6 +33,7 @@ from actors.engine_arguments import (
     neutral_sampling,
     stop_token_ids,
 )
+from actors.health import Health, Pulse
 from rlhf_cluster.config import EngineConfig, PublishConfig
 from rlhf_cluster.protocols import RolloutRequest, WeightSnapshot
 from rlhf_cluster.types import FINISH_REASONS, FinishReason, Rollout, Sampling, VersionSpan
@@ -70,7 +71,7 @@ def version_spans(reported: Sequence[Any] | None, n_tokens: int, start_version: 
     return tuple(VersionSpan(int(span.version), span.start, span.end) for span in reported or ())
 
 
-class RolloutWorker:
+class RolloutWorker(Health):
     """One engine and the version it serves. Create, ``await start()``, then generate and update concurrently.
 
     Args:
@@ -150,6 +151,16 @@ class RolloutWorker:
     def fenced(self) -> str | None:
         """Why generation is refused, None when it is not."""
         return self._fenced
+
+    async def ping(self) -> Pulse:
+        """Answers a heartbeat; an engine that died without a request running is found here.
+
+        Raises:
+            EngineDied: the engine's process is gone.
+        """
+        if self._engine is not None and self._engine.errored:
+            raise EngineDied(f"{self.name}: the engine process died")
+        return await super().ping()
 
     async def generate(self, request: RolloutRequest) -> list[Rollout]:
         """One Rollout per entry of ``request.sampling``, in that order.

@@ -1,30 +1,38 @@
-"""Reward and reference scorers as Ray actors behind ``protocols.Scorer``: routing, deadlines, checked replies."""
+"""Reward and reference scorers as Ray actors behind ``protocols.Scorer``: routing, retries, checked replies, restarts.
+
+    score(prompt, rollouts) --> reward scorers    : one that is up and below its cap, again elsewhere when it dies
+                            \\-> reference scorers : the same, side by side
+
+Scoring is a pure function, so a call whose scorer died is repeated, a few times, with jitter. A call that scorers keep
+dying over is given up: its rollouts come back unscorable with a reason, never with a score of 0. What a scorer *raised*
+is not repeated: it would raise again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
-from ray.exceptions import ActorDiedError, RayError
 
+from actors.health import Health
 from actors.reward_scorer import Reward
+from actors.scorer_replicas import Replicas, Retries
+from actors.supervisor import NO_RAY_RESTARTS, WorkerDied, all_or_cancel, dump_all
 from rlhf_cluster.config import ModelConfig, RewardConfig, ScorerConfig
 from rlhf_cluster.protocols import WorkerFailed
+from rlhf_cluster.supervision import Event, SupervisionSettings
 from rlhf_cluster.types import Floats, Prompt, Rollout, ScoredRollout
+from rlhf_cluster.watchdog import Wait
 
-# Scoring is a pure function of its arguments, so Ray may restart a dead scorer and repeat the calls it held.
-_RESTARTS: dict[str, Any] = {"max_restarts": 2, "max_task_retries": 2}
-
-
-class NoScorersLeft(RuntimeError):
-    """Every scorer of a kind is dead; issuing prompts again would not help. The message names the first cause."""
+log = logging.getLogger(__name__)
 
 
-class RewardScorerActor:
+class RewardScorerActor(Health):
     """One ``RewardScorer`` in its own process."""
 
     def __init__(self, model: ModelConfig, reward: RewardConfig, scorers: ScorerConfig, device: str) -> None:
@@ -33,14 +41,11 @@ class RewardScorerActor:
         _limit_threads(scorers, device)
         self._scorer = RewardScorer(model, reward, scorers, device=device)
 
-    async def ready(self) -> None:
-        """Returns once the constructor has."""
-
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Reward]:
         return await self._scorer.score(prompt, rollouts)
 
 
-class ReferenceScorerActor:
+class ReferenceScorerActor(Health):
     """One ``ReferenceScorer`` in its own process."""
 
     def __init__(self, model: ModelConfig, scorers: ScorerConfig, device: str) -> None:
@@ -48,9 +53,6 @@ class ReferenceScorerActor:
 
         _limit_threads(scorers, device)
         self._scorer = ReferenceScorer(model, scorers, device=device)
-
-    async def ready(self) -> None:
-        """Returns once the constructor has."""
 
     async def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
         return await self._scorer.logprobs(rollouts)
@@ -63,21 +65,15 @@ def _limit_threads(scorers: ScorerConfig, device: str) -> None:
         torch.set_num_threads(scorers.cpu_threads)
 
 
-@dataclass(slots=True)
-class _Replica:
-    name: str
-    handle: Any
-    in_flight: int = 0
-    dead: bool = False
-    cause: str = "it was closed"
-
-
 class ScorerPool:
     """Implements ``protocols.Scorer``. ``start`` before the first ``score``.
 
     Args:
         device: ``cpu`` or ``cuda``.
         actor_options: passed to every actor's ``.options``: num_cpus, num_gpus, runtime_env with env_vars, ...
+        supervision: heartbeats, back-off and restart budget of each replica.
+        on_event: told of every start, death, restart and missed heartbeat.
+        reward_actor, reference_actor: the classes that become actors; tests put some without models here.
     """
 
     def __init__(
@@ -88,11 +84,34 @@ class ScorerPool:
         *,
         device: str = "cpu",
         actor_options: Mapping[str, Any] | None = None,
+        supervision: SupervisionSettings | None = None,
+        retries: Retries | None = None,
+        on_event: Callable[[Event], None] | None = None,
+        reward_actor: type = RewardScorerActor,
+        reference_actor: type = ReferenceScorerActor,
     ) -> None:
-        self._model, self._reward, self._scorers, self._device = model, reward, scorers, device
-        self._options = {**_RESTARTS, **(actor_options or {})}
-        self._rewards: list[_Replica] = []
-        self._references: list[_Replica] = []
+        options = {**(actor_options or {}), **NO_RAY_RESTARTS}
+        new_reward = ray.remote(reward_actor).options(**options).remote
+        new_reference = ray.remote(reference_actor).options(**options).remote
+        self._components = tuple(component.name for component in reward.components)
+
+        def replicas(role: str, count: int, create: Callable[[], Any]) -> Replicas:
+            return Replicas(
+                role,
+                count,
+                create,
+                timeout_s=scorers.timeout_s,
+                supervision=supervision or SupervisionSettings(),
+                retries=retries or Retries(),
+                on_event=on_event,
+            )
+
+        self._rewards = replicas(
+            "reward_scorer", scorers.reward_replicas, lambda: new_reward(model, reward, scorers, device)
+        )
+        self._references = replicas(
+            "reference_scorer", scorers.reference_replicas, lambda: new_reference(model, scorers, device)
+        )
 
     async def start(self, timeout_s: float) -> None:
         """Create all replicas side by side and wait until each has loaded its model.
@@ -100,89 +119,52 @@ class ScorerPool:
         Raises:
             WorkerFailed: a scorer that could not start, with its reason. TimeoutError: names the scorer.
         """
-        reward_actor = ray.remote(RewardScorerActor).options(**self._options)
-        reference_actor = ray.remote(ReferenceScorerActor).options(**self._options)
-        self._rewards = [
-            _Replica(
-                f"reward scorer {index}",
-                reward_actor.remote(self._model, self._reward, self._scorers, self._device),
-            )
-            for index in range(self._scorers.reward_replicas)
-        ]
-        self._references = [
-            _Replica(f"reference scorer {index}", reference_actor.remote(self._model, self._scorers, self._device))
-            for index in range(self._scorers.reference_replicas)
-        ]
-        await _all(*(_call(replica, "ready", timeout_s=timeout_s) for replica in [*self._rewards, *self._references]))
+        await all_or_cancel(self._rewards.start(timeout_s), self._references.start(timeout_s))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-        """See ``protocols.Scorer``. Rewards and reference log-probs are computed side by side."""
+        """See ``protocols.Scorer``. Rewards and reference log-probs are computed side by side.
+
+        A rollout that its scorers died over has score NaN and the reason ``scorer_died``, or NaN log-probs.
+        """
         if not rollouts:
             return []
         rollouts = list(rollouts)
-        reward_scorer, reference_scorer = _least_busy(self._rewards), _least_busy(self._references)
-        timeout_s = self._scorers.timeout_s
-        rewards, logprobs = await _all(
-            _call(reward_scorer, "score", prompt, rollouts, timeout_s=timeout_s),
-            _call(reference_scorer, "logprobs", rollouts, timeout_s=timeout_s),
-        )
-        _check_rewards(reward_scorer.name, rollouts, rewards)
-        _check_logprobs(reference_scorer.name, rollouts, logprobs)
+        rewards, logprobs = await all_or_cancel(self._score_rewards(prompt, rollouts), self._score_references(rollouts))
         return [
             ScoredRollout(rollout, reward.score, reward.components, ref_logprobs, reward.reason)
             for rollout, reward, ref_logprobs in zip(rollouts, rewards, logprobs, strict=True)
         ]
 
+    async def _score_rewards(self, prompt: Prompt, rollouts: list[Rollout]) -> list[Reward]:
+        try:
+            name, rewards = await self._rewards.call("score", prompt, rollouts)
+        except WorkerDied as error:
+            log.error("group %s is left out, its scorers died over it: %s", rollouts[0].group_id, error)
+            unscored = dict.fromkeys(self._components, math.nan)
+            return [Reward(rollout.rollout_id, math.nan, dict(unscored), "scorer_died") for rollout in rollouts]
+        _check_rewards(name, rollouts, rewards)
+        return list(rewards)
+
+    async def _score_references(self, rollouts: list[Rollout]) -> list[Floats]:
+        try:
+            name, logprobs = await self._references.call("logprobs", rollouts)
+        except WorkerDied as error:
+            log.error("group %s is left out, its scorers died over it: %s", rollouts[0].group_id, error)
+            return [np.full(rollout.n_tokens, np.nan, np.float32) for rollout in rollouts]
+        _check_logprobs(name, rollouts, logprobs)
+        return list(logprobs)
+
+    def waits(self) -> list[Wait]:
+        """Who waits for which scorer, for the watchdog."""
+        return [wait for kind in (self._rewards, self._references) for s in kind.alive() for wait in s.waits()]
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of every scorer that is alive, by name."""
+        return await dump_all([*self._rewards.alive(), *self._references.alive()])
+
     async def close(self) -> None:
         """End every replica. Calls in flight fail."""
-        for replica in [*self._rewards, *self._references]:
-            replica.dead = True
-            ray.kill(replica.handle, no_restart=True)
-
-
-def _least_busy(replicas: Sequence[_Replica]) -> _Replica:
-    alive = [replica for replica in replicas if not replica.dead]
-    if not alive:
-        causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in replicas) or "no scorer was started"
-        raise NoScorersLeft(f"no scorer is left alive: {causes}")
-    return min(alive, key=lambda replica: replica.in_flight)
-
-
-async def _call(replica: _Replica, method: str, *args: Any, timeout_s: float) -> Any:
-    replica.in_flight += 1
-    started = time.monotonic()
-    reference = getattr(replica.handle, method).remote(*args)
-    try:
-        return await asyncio.wait_for(reference, timeout_s)
-    except RayError as error:  # first: an error raised in the actor may itself be a TimeoutError
-        if isinstance(error, ActorDiedError):
-            replica.dead, replica.cause = True, _first_cause(error)
-        raise WorkerFailed(f"{replica.name} failed in {method}: {_first_cause(error)}") from error
-    except TimeoutError:
-        ray.cancel(reference)
-        raise TimeoutError(
-            f"{replica.name} did not answer {method} within {time.monotonic() - started:.0f} s (limit {timeout_s:g} s)"
-        ) from None
-    except asyncio.CancelledError:
-        ray.cancel(reference)
-        raise
-    finally:
-        replica.in_flight -= 1
-
-
-async def _all(*calls: Any) -> list[Any]:
-    """All results; the first error cancels the other calls, so that no scorer works for nobody."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def _first_cause(error: RayError) -> str:
-    cause = getattr(error, "cause", None) or error
-    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[-1] if str(cause).strip() else 'no message'}"
+        await asyncio.gather(self._rewards.close(), self._references.close())
 
 
 def _check_rewards(name: str, rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> None:

@@ -154,6 +154,26 @@ def demo(
     _exit(guard(lambda: demo_main.run(out, overrides or [])))
 
 
+@app.command()
+def scale(
+    run: Annotated[Path, typer.Argument(help="Run folder of a run in progress, e.g. runs/demo/ppo.")],
+    target: Annotated[str, typer.Argument(metavar="workers=N", help="How many rollout workers it shall have.")],
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the answer.")] = 900.0,
+) -> None:
+    """Change the number of rollout workers of a run in progress."""
+    key, _, count = target.partition("=")
+    if key != "workers" or not count.isdecimal() or int(count) < 1:
+        typer.echo(f"error: {target!r}: write workers=N with N of at least 1", err=True)
+        raise typer.Exit(2)
+    from rlhf_cluster.control import ControlRefused, ask
+
+    try:
+        typer.echo(ask(run, "scale", {"workers": int(count)}, timeout_s=timeout))
+    except (ControlRefused, TimeoutError) as refused:
+        typer.echo(f"error: {refused}", err=True)
+        raise typer.Exit(1) from None
+
+
 app.command()(simulate)
 
 

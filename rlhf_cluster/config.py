@@ -111,6 +111,33 @@ class ScorerConfig(Section):
     )
     cpu_threads: PositiveInt = Field(1, description="OpenMP threads of a scorer (cpu only).")
     timeout_s: Positive = Field(300.0, description="Seconds a scoring call may take.")
+    attempts: PositiveInt = Field(
+        3, description="Calls of one group in all when scorers die under it; then it is unscorable and counted."
+    )
+    retry_backoff_s: NonNegative = Field(0.5, description="Seconds before a call is repeated; doubles each time.")
+    max_in_flight: PositiveInt = Field(16, description="Calls one scorer holds at once; further ones wait.")
+
+
+class SupervisionConfig(Section):
+    heartbeat_s: Positive = Field(
+        5.0, description="Seconds between two pings of a rollout worker or scorer, and the deadline of one."
+    )
+    heartbeat_misses: PositiveInt = Field(3, description="Pings in a row without an answer that mean it is dead.")
+    restarts: NonNegativeInt = Field(
+        5, description="Deaths of one worker or scorer within window_s that are answered by a restart."
+    )
+    window_s: Positive = Field(900.0, description="Seconds served over which deaths are counted.")
+    backoff_s: NonNegative = Field(1.0, description="Seconds before a restart; doubles with each death in the window.")
+    backoff_max_s: NonNegative = Field(60.0, description="Longest wait in seconds before a restart.")
+    jitter: UnitInterval = Field(0.25, description="Share by which a wait is longer or shorter at random.")
+
+    @model_validator(mode="after")
+    def _longest_wait_is_not_below_the_first(self) -> SupervisionConfig:
+        if self.backoff_max_s < self.backoff_s:
+            raise ValueError(
+                f"backoff_max_s {self.backoff_max_s:g} must not be below backoff_s {self.backoff_s:g}, the first wait"
+            )
+        return self
 
 
 class RewardComponent(Section):
@@ -461,6 +488,10 @@ class GuardrailConfig(Section):
         3, description="Times the learner group is rebuilt from the newest checkpoint after a rank died or hung."
     )
     max_attempts: PositiveInt = Field(5, description="Times one prompt is issued in an epoch before the run ends.")
+    no_progress_s: Positive = Field(
+        3600.0,
+        description="Seconds without any event of the run after which it ends, with who waits for whom and stacks.",
+    )
     mismatch_alarm: Positive = Field(
         0.1,
         description="Mean |engine - learner| log-prob in nats, on tokens of the version in training, above which every "
@@ -486,6 +517,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     queue: QueueConfig
     scorers: ScorerConfig = ScorerConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     reward: RewardConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -536,6 +568,11 @@ class Config(Section):
                 f"rollout.timeout_s {self.rollout.timeout_s:g} must be below queue.group_deadline_s "
                 f"{self.queue.group_deadline_s:g}: a worker that hangs is ended by its own deadline, before its groups "
                 "are issued again"
+            )
+        if self.guardrails.no_progress_s <= self.learner.timeout_s:
+            yield (
+                f"guardrails.no_progress_s {self.guardrails.no_progress_s:g} must be above learner.timeout_s "
+                f"{self.learner.timeout_s:g}, or a long learner step would be taken for a hang"
             )
         if self.evaluation is not None and self.data.eval_prompts is None:
             yield "evaluation does nothing without data.eval_prompts; name the file or remove the section"

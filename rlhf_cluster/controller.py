@@ -48,6 +48,7 @@ from rlhf_cluster.protocols import (
 )
 from rlhf_cluster.seeds import sample_seed
 from rlhf_cluster.types import Rollout, Sampling, ScoredGroup, ScoredRollout, TrainBatch
+from rlhf_cluster.watchdog import Wait
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class Controller:
         self._before_publication = before_publication
 
         self.step = step
+        self._train_waits: Wait | None = None
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._again: deque[Issue] = deque()
@@ -147,6 +149,7 @@ class Controller:
         window = settings.groups_per_batch * settings.samples_per_prompt
         self._last_unscorable = "none"
         self._recent_unscorable: deque[int] = deque(maxlen=window)
+        self._n_recent_unscorable = 0
 
     def stop(self) -> None:
         """Ask the run to end after the learner step in progress. Safe to call more than once."""
@@ -156,6 +159,10 @@ class Controller:
     @property
     def stopped(self) -> bool:
         return self._stop.is_set()
+
+    def waits(self) -> list[Wait]:
+        """What the train loop waits for, for the watchdog; workers and scorers are known to their pools."""
+        return [] if self._train_waits is None else [self._train_waits]
 
     async def run(self) -> None:
         """Train until the last step or ``stop()``.
@@ -298,14 +305,19 @@ class Controller:
     def _count_unscorable(self, group: ScoredGroup) -> bool:
         """Count what cannot be trained; True when the group is excluded. Ends the run above the allowed share."""
         bad = [_unusable(member) for member in group.rollouts]
-        self._recent_unscorable.extend(int(reason is not None) for reason in bad)
+        window = self._recent_unscorable
+        for reason in bad:
+            # Counted on the way in and out: a sum over the window would cost every group a whole batch.
+            leaves = window[0] if len(window) == window.maxlen else 0
+            window.append(int(reason is not None))
+            self._n_recent_unscorable += window[-1] - leaves
         for reason in filter(None, bad):
             self._last_unscorable = reason
             self._recorder.unscorable(1, reason)
-        window = self._recent_unscorable
-        if len(window) == window.maxlen and sum(window) > self._settings.max_unscorable_fraction * len(window):
+        allowed = self._settings.max_unscorable_fraction * len(window)
+        if len(window) == window.maxlen and self._n_recent_unscorable > allowed:
             raise RunFailed(
-                f"{sum(window)} of the last {len(window)} rollouts could not be scored "
+                f"{self._n_recent_unscorable} of the last {len(window)} rollouts could not be scored "
                 f"(guardrails.max_unscorable_fraction {self._settings.max_unscorable_fraction}); "
                 f"the last reason is {self._last_unscorable}"
             )
@@ -323,10 +335,12 @@ class Controller:
         """Consumes batches, produces versions and publishes them; waits for due groups and for the learner."""
         first_publication = True
         while self.step < self._settings.steps:
+            self._train_waits = Wait("train", f"a batch for version {self._queue.learner_version}", self._clock.now())
             batch, waited_s = await self._next_batch()
             if batch is None:
                 break
             started = self._clock.now()
+            self._train_waits = Wait("train", "the learner", started)
             overlapping = self._take_overlap(batch)
             self._recorder.batch_consumed(batch, waited_s=waited_s, overlapping_rollouts=overlapping)
             if self._on_batch is not None:

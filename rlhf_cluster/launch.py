@@ -28,8 +28,10 @@ from rlhf_cluster.metrics.console import ConsoleView
 from rlhf_cluster.progress import ProgressView
 from rlhf_cluster.protocols import WeightSink
 from rlhf_cluster.run_folder import RunFolder
+from rlhf_cluster.supervision import Event, SupervisionSettings
 from rlhf_cluster.training_run import TrainingRun
 from rlhf_cluster.types import Prompt, Rollout
+from rlhf_cluster.watchdog import Wait
 
 log = logging.getLogger(__name__)
 
@@ -69,24 +71,39 @@ def ray_session(config: Config) -> Iterator[None]:
 
 
 class Fleet:
-    """Workers, scorers and learner of one run, started side by side and each awaited when it is needed."""
+    """Workers, scorers and learner of one run, started side by side and each awaited when it is needed.
 
-    def __init__(self, config: Config, *, with_scorers: bool = True, with_learner: bool = True) -> None:
+    ``on_event`` is told of every death, restart, fence and missed heartbeat of workers and scorers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        with_scorers: bool = True,
+        with_learner: bool = True,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
         from actors import placement
         from actors.rollout_pool import RolloutPool
         from actors.scorer_pool import ScorerPool
+        from actors.scorer_replicas import Retries
         from actors.weight_sender import NcclBroadcast
         from learner.learner_group import LearnerGroup
         from learner.spec import LearnerSpec
 
         timeout_s = config.cluster.start_timeout_s
-        self.pool = RolloutPool(config)
+        supervision = SupervisionSettings(**config.supervision.model_dump())
+        self.pool = RolloutPool(config, supervision=supervision, on_event=on_event)
         self.scorers = ScorerPool(
             config.model,
             config.reward,
             config.scorers,
             device=config.cluster.device,
             actor_options=placement.scorer_options(config),
+            supervision=supervision,
+            retries=Retries(config.scorers.attempts, config.scorers.retry_backoff_s, config.scorers.max_in_flight),
+            on_event=on_event,
         )
         weight_broadcast = NcclBroadcast.from_config(config)
         self.learner = LearnerGroup(
@@ -121,6 +138,15 @@ class Fleet:
         for task in wanted:
             task.result()
 
+    def waits(self) -> list[Wait]:
+        """Who waits for which worker or scorer, for the watchdog."""
+        return [*self.pool.waits(), *self.scorers.waits()]
+
+    async def dump_stacks(self) -> dict[str, str]:
+        """Stacks of every worker and scorer that is alive, by name."""
+        found = await asyncio.gather(self.pool.dump_stacks(), self.scorers.dump_stacks())
+        return {name: text for stacks in found for name, text in stacks.items()}
+
     async def close(self) -> None:
         """End every part, started or not."""
         for task in self._starting.values():
@@ -147,7 +173,7 @@ def train(config: Config, *, resume: str) -> None:
         run.read_checkpoint()
         view.phase("starting Ray")
         with ray_session(config):
-            run_async(lambda signals: run.run(signals, lambda: Fleet(config)))
+            run_async(lambda signals: run.run(signals, lambda on_event: Fleet(config, on_event=on_event)))
     finally:
         view.close()
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_cluster import run_state
+from rlhf_cluster.beside import run_beside
 from rlhf_cluster.checkpoint_retention import BestBy, Retention
 from rlhf_cluster.checkpoint_set import survey
 from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import CheckpointConfig, Config
+from rlhf_cluster.control import ControlServer, scale_handler
 from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.diagnosis import self_check
@@ -32,7 +34,9 @@ from rlhf_cluster.metrics.tensorboard import TensorBoardSink
 from rlhf_cluster.protocols import LearnerLost
 from rlhf_cluster.published_version import PublishedVersion
 from rlhf_cluster.run_folder import PUBLISHED_VERSION, RunFolder
+from rlhf_cluster.supervision import Event
 from rlhf_cluster.types import TrainBatch
+from rlhf_cluster.watchdog import Wait, Watchdog, own_stacks
 
 _SELF_CHECK_PROMPTS = 4
 _SELF_CHECK_TOKENS = 24
@@ -53,6 +57,10 @@ class Fleet(Protocol):
 
     async def ready(self, *names: str) -> None: ...
 
+    def waits(self) -> list[Wait]: ...
+
+    async def dump_stacks(self) -> dict[str, str]: ...
+
     async def close(self) -> None: ...
 
 
@@ -72,6 +80,7 @@ class TrainingRun:
             clock=self._clock,
             group_deadline_s=config.queue.group_deadline_s,
         )
+        self._fleet: Fleet | None = None
         self._saved_step = 0
         self._saved: dict[str, Any] | None = None
         self._learner_restarts = 0
@@ -100,13 +109,17 @@ class TrainingRun:
         except ValueError as error:
             raise PreflightError(f"cannot resume from {checkpoint}: {error}") from None
 
-    async def run(self, signals: Signals, start_fleet: Callable[[], Fleet]) -> None:
-        """Train to the last step or the first signal; whatever happens, every part is closed."""
+    async def run(self, signals: Signals, start_fleet: Callable[[Callable[[Event], None]], Fleet]) -> None:
+        """Train to the last step or the first signal; whatever happens, every part is closed.
+
+        ``start_fleet`` takes what is to be told of deaths and restarts.
+        """
         view = self._view
         with contextlib.ExitStack() as stack:
             self._recorder = self._open_recorder(stack)
             view.phase("starting rollout workers, scorers and learner")
-            fleet = start_fleet()
+            fleet = start_fleet(self._member_event)
+            self._fleet = fleet
             try:
                 step = await self._prepare(fleet)
                 controller = await self._train(fleet, step, signals, self._sample_writer(stack))
@@ -196,13 +209,38 @@ class TrainingRun:
             signals.on_first = controller.stop
             self._view.phase("training")
             try:
-                await controller.run()
+                await run_beside(
+                    controller.run(), self._control(fleet).serve(), self._watchdog(fleet, controller).run()
+                )
                 return controller
             except LearnerLost as lost:
                 if controller.stopped or self._learner_restarts >= self._config.guardrails.max_learner_restarts:
                     raise
                 signals.on_first = signals.cancel
                 step = await self._rebuild_learner(fleet, lost)
+
+    def _control(self, fleet: Fleet) -> ControlServer:
+        """What `rlhf scale` talks to."""
+        return ControlServer(self._folder.path, {"scale": scale_handler(fleet.pool.scale)}, clock=self._clock)
+
+    def _watchdog(self, fleet: Fleet, controller: Controller) -> Watchdog:
+        async def dump_stacks() -> dict[str, str]:
+            return {"driver": own_stacks(), **await fleet.dump_stacks()}
+
+        return Watchdog(
+            progress=lambda: self._recorder.events,
+            waits=lambda: [*controller.waits(), *fleet.waits()],
+            deadline_s=self._config.guardrails.no_progress_s,
+            clock=self._clock,
+            dump_stacks=dump_stacks,
+        )
+
+    def _member_event(self, event: Event) -> None:
+        """A worker or scorer died, came back, was fenced or missed a heartbeat; the event itself is logged already."""
+        if event.kind == "restart":
+            self._recorder.restarted(event.role)
+        if self._fleet is not None:
+            self._recorder.workers(self._fleet.pool.status())
 
     async def _rebuild_learner(self, fleet: Fleet, lost: LearnerLost) -> int:
         """A new learner group with the weights of the newest checkpoint, under a version above every one so far.

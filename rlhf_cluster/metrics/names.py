@@ -27,6 +27,7 @@ MODELS: Final = ("policy", "critic")
 RESTART_KINDS: Final = ("rollout_worker", "reward_scorer", "reference_scorer", "learner")
 UNSCORABLE_REASONS: Final = (
     *("too_long", "unrenderable", "function_error", "not_finite"),  # what the reward scorer says
+    "scorer_died",  # what the scorer pool says when repeats are used up
     *("score", "ref_logprobs", "behaviour_logprobs", "other"),  # what the controller finds
 )
 EXCLUSION_KINDS: Final = ("score", "ref_logprobs", "behaviour_logprobs", "proximal_logprobs", "values", "group")

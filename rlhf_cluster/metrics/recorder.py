@@ -69,6 +69,8 @@ class MetricsRecorder:
         sinks: Sequence[Sink],
         mismatch_alarm: float = math.inf,
     ) -> None:
+        self.events = 0
+        """Grows with everything that is recorded: a run whose count stands still does nothing."""
         self._mismatch_alarm = mismatch_alarm
         self._max_staleness = max_staleness
         self._total_steps = total_steps
@@ -313,6 +315,7 @@ class MetricsRecorder:
         self._count("rlhf_tokens_total", tokens, stage=stage)
 
     def _count(self, name: str, amount: float, **labels: str) -> None:
+        self.events += 1
         self._counters[_key(name, tuple(labels.items()))] += amount
 
     def _mean(self, name: str, ratio: Ratio, **labels: str) -> None:

@@ -17,7 +17,7 @@ from rlhf_cluster.metrics.console import ConsoleView
 from rlhf_cluster.run_folder import RunFolder
 from rlhf_cluster.training_run import TrainingRun
 from rlhf_cluster.types import Rollout, TrainBatch
-from tests.deterministic_engine import DeterministicScorer, DeterministicWorker, token_logprobs
+from tests.deterministic_engine import DeterministicScorer, DeterministicWorker
 from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 
@@ -27,7 +27,9 @@ class SlowWorker(DeterministicWorker):
     def __init__(self, folder: Path, *, slots: int, seconds: float) -> None:
         super().__init__(folder, slots=slots)
         self._seconds = seconds
-        self._folder = folder
+
+    async def scale(self, workers: int) -> str:
+        raise ValueError("there is one worker")
 
     async def generate(self, worker: Any, request: Any) -> list[Rollout]:
         self._busy += 1
@@ -36,10 +38,6 @@ class SlowWorker(DeterministicWorker):
         finally:
             self._busy -= 1
         return await super().generate(worker, request)
-
-
-class CheckedLearner(LearnerGroup):
-    """The self-check asks for log-probs that the deterministic engine gives too."""
 
 
 class LocalFleet:
@@ -56,6 +54,12 @@ class LocalFleet:
     async def ready(self, *names: str) -> None:
         if "learner" in names:
             await self._started
+
+    def waits(self) -> list[Any]:
+        return []
+
+    async def dump_stacks(self) -> dict[str, str]:
+        return {}
 
     async def close(self) -> None:
         self._started.cancel()
@@ -103,7 +107,7 @@ class Harness:
     async def go(self) -> None:
         spec = LearnerSpec.from_config(self.config, Path("/dev/shm") / f"rlhf-test-{os.getpid()}")
 
-        def start() -> LocalFleet:
+        def start(on_event: Any) -> LocalFleet:
             self.fleet = LocalFleet(self.config, spec, seconds=self._seconds)
             return self.fleet
 
@@ -115,6 +119,3 @@ class Harness:
         task = asyncio.current_task()
         assert task is not None
         await self.run.run(Signals(task), start)
-
-
-__all__ = ["Harness", "LocalFleet", "make_config", "token_logprobs"]

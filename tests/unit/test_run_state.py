@@ -89,6 +89,7 @@ def test_a_refused_state_names_what_differs(tmp_path: Path) -> None:
     else:
         raise AssertionError("a queue of another batch size took the state")
 
+
 @async_test
 async def test_queued_groups_too_stale_for_the_version_a_run_goes_on_as_come_again(tmp_path: Path) -> None:
     # As above, but versions 2 and 3 were published before the driver died: the run goes on as 4, and K is 1.
