@@ -53,7 +53,8 @@ class MicroBatcher(Generic[Item, Result]):
             await asyncio.sleep(self._window_s)
             waiting, self._waiting = self._waiting, []
             lengths = [self._length(item) for item, _ in waiting]
-            for indices in forward_plan(lengths, ranks=1, micro_batch_tokens=self._batch_tokens).ranks[0]:
+            plan = forward_plan(lengths, ranks=1, micro_batch_tokens=self._batch_tokens, padding_share=1.0)
+            for indices in plan.ranks[0]:
                 await self._run_batch([waiting[i] for i in indices])
 
     async def _run_batch(self, batch: list[tuple[Item, asyncio.Future[Result]]]) -> None:

@@ -301,8 +301,7 @@ class LearnerGroup:
         stall_s = self._spec.learner.stall_timeout_s
         seen, since = -1, asyncio.get_running_loop().time()
         try:
-            while not answer.done():
-                await asyncio.wait([answer], timeout=min(_POLL_S, stall_s / 4))
+            while not (await asyncio.wait([answer], timeout=min(_POLL_S, stall_s / 4)))[0]:
                 now = asyncio.get_running_loop().time()
                 done = await self._progress()
                 if done != seen:

@@ -172,7 +172,8 @@ def _last_token_features(
     lengths = [len(conversation) for conversation in conversations]
     features = torch.empty(len(conversations), model.score.in_features, dtype=torch.float64)
     done, total = 0, sum(lengths)
-    for batch in forward_plan(lengths, ranks=1, micro_batch_tokens=batch_tokens).ranks[0]:
+    plan = forward_plan(lengths, ranks=1, micro_batch_tokens=batch_tokens, padding_share=1.0)
+    for batch in plan.ranks[0]:
         width = lengths[batch[0]]
         input_ids = torch.tensor([[*conversations[i], *[0] * (width - lengths[i])] for i in batch])
         last = torch.tensor([lengths[i] - 1 for i in batch])

@@ -84,10 +84,21 @@ def plan_minibatches(
     )
 
 
-def forward_plan(lengths: Sequence[int], *, ranks: int, micro_batch_tokens: int, packed: bool = False) -> MiniBatchPlan:
-    """Every sample once, for passes without gradient. Arguments and errors as in ``plan_minibatches``."""
+def forward_plan(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    micro_batch_tokens: int,
+    packed: bool = False,
+    padding_share: float | None = None,
+) -> MiniBatchPlan:
+    """Every sample once, for passes without gradient. Arguments and errors as in ``plan_minibatches``.
+
+    ``padding_share``: most padding of padded micro-batches (None: ``PADDING_SHARE``); 1 makes as few as the budget
+    allows, for a few samples at a time, where one more forward costs more than padding.
+    """
     _check(lengths, ranks, micro_batch_tokens)
-    return _plan(lengths, list(range(len(lengths))), ranks, micro_batch_tokens, packed)
+    return _plan(lengths, list(range(len(lengths))), ranks, micro_batch_tokens, packed, padding_share)
 
 
 def _check(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> None:
@@ -100,8 +111,14 @@ def _check(lengths: Sequence[int], ranks: int, micro_batch_tokens: int) -> None:
 
 
 def _plan(
-    lengths: Sequence[int], indices: list[int], ranks: int, micro_batch_tokens: int, packed: bool
+    lengths: Sequence[int],
+    indices: list[int],
+    ranks: int,
+    micro_batch_tokens: int,
+    packed: bool,
+    padding_share: float | None = None,
 ) -> MiniBatchPlan:
+    most = PADDING_SHARE if padding_share is None else padding_share
     # Longest first serves three ends: greedy assignment to the lightest rank balances best (LPT, Graham 1969), the
     # first micro-batch needs the most memory, so a budget that is too large fails at once, and rows of one
     # micro-batch are alike in length.
@@ -119,7 +136,7 @@ def _plan(
         for spread in _SPREADS:
             micro_batches = [_padded(lengths, share, micro_batch_tokens, spread) for share in shares]
             slots = sum(len(rows) * lengths[rows[0]] for rank_ in micro_batches for rows in rank_)
-            if slots - tokens <= PADDING_SHARE * slots:
+            if slots - tokens <= most * slots:
                 break
     count = max(len(mine) for mine in micro_batches)
     return MiniBatchPlan(tuple((*mine, *[()] * (count - len(mine))) for mine in micro_batches))

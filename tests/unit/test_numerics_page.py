@@ -22,6 +22,7 @@ PAGE = Path("docs/numerics.md").read_text()
 NOT_NUMERIC = {
     *("learner.ranks", "learner.zero_stage", "learner.micro_batch_tokens", "learner.packing"),
     *("learner.gradient_checkpointing", "learner.cpu_threads", "learner.timeout_s"),
+    "learner.stall_timeout_s",
 }
 ALSO_NUMERIC = {
     *("rollout.temperature", "reward.normalize", "reward.clip"),
