@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -120,8 +120,9 @@ class ExperienceQueue:
         self._admissions = 0
         self._entries: dict[str, _Entry] = {}  # by group id
         self._dispatched: dict[str, _Entry] = {}  # those not yet put, in admission order: the oldest comes first
-        self._in_training: list[_Entry] | None = None
-        self._last_attempt: dict[str, int] = {}  # highest attempt per group id ever admitted: tells late from unknown
+        self._in_training: dict[str, _Entry] | None = None  # by group id, in admission order
+        self._last_attempt: dict[str, int] = {}  # highest attempt admitted per group id: tells late from unknown
+        self._is_over: Callable[[str], bool] = lambda group_id: False  # true for what ``forget`` dropped from it
         self._schedule = Schedule(groups_per_batch, max_staleness)
         self._last_moved_at = -math.inf  # the last admission, or the last room made by a retirement
         self._waiting_since: float | None = None
@@ -171,10 +172,10 @@ class ExperienceQueue:
 
         Raises:
             NotAdmissible: the schedule would not stay feasible (see ``can_admit``).
-            ValueError: an attempt of this group id is outstanding or in the batch in training.
+            ValueError: an attempt of this group id is outstanding or in the batch in training, or it was forgotten.
         """
         group_id = prompt.prompt_id if group_id is None else group_id
-        if group_id in self._entries or any(group_id == entry.attempt.group_id for entry in self._in_training or ()):
+        if group_id in self._entries or group_id in (self._in_training or ()):
             current = self._last_attempt[group_id]
             raise ValueError(
                 f"group {group_id}: attempt {current} is outstanding or in training; it must be retired, or its batch "
@@ -186,7 +187,13 @@ class ExperienceQueue:
                 f"{self._version} (first open batch {self.first_open}, max_staleness {self.max_staleness}, "
                 f"{self.outstanding} groups outstanding, {self.groups_per_batch} a batch)"
             )
-        attempt = Attempt(group_id, self._last_attempt.get(group_id, -1) + 1, start_version)
+        last_attempt = self._last_attempt.get(group_id, -1)
+        if last_attempt < 0 and self._is_over(group_id):
+            raise ValueError(
+                f"group {group_id} is over: forget() dropped its attempts, so a late reply could pass for a new one; "
+                "forget only what no checkpoint that is still there may issue again"
+            )
+        attempt = Attempt(group_id, last_attempt + 1, start_version)
         self._last_attempt[group_id] = attempt.attempt
         self._last_moved_at = self._clock.now()
         entry = _Entry(attempt, self._admissions, self._last_moved_at, start_version + self.max_staleness)
@@ -206,7 +213,9 @@ class ExperienceQueue:
         entry = self._entries.get(group.group_id)
         size = Count(1, len(group.rollouts), group.n_tokens)
         if entry is None or entry.attempt.attempt != group.attempt or entry.group is not None:
-            if not 0 <= group.attempt <= self._last_attempt.get(group.group_id, -1):
+            last_attempt = self._last_attempt.get(group.group_id, -1)
+            known = group.attempt <= last_attempt or (last_attempt < 0 and self._is_over(group.group_id))
+            if not known or group.attempt < 0:
                 raise ValueError(f"group {group.group_id}: attempt {group.attempt} was never admitted")
             self.ledger.duplicate(size)
             self._settle()
@@ -299,17 +308,19 @@ class ExperienceQueue:
             raise ValueError(f"learner version cannot go back from {self._version} to {learner_version}")
         retired = []
         if self._in_training is not None and learner_version == self._version:
-            for entry in self._in_training:
+            for entry in self._in_training.values():
                 self.ledger.move(entry.size, "trained", "failed")
                 retired.append(entry.attempt)
         self._in_training = None
         self._waiting_since = None
         self._version = learner_version
-        for entry in list(self._entries.values()):
-            if entry.group is not None and entry.due < self.first_open:
-                self.ledger.move(entry.size, "queued", "stale")
-                self._remove(entry)
-                retired.append(entry.attempt)
+        earliest = self._schedule.earliest_ready
+        if earliest is not None and earliest < self.first_open:
+            for entry in list(self._entries.values()):
+                if entry.group is not None and entry.due < self.first_open:
+                    self.ledger.move(entry.size, "queued", "stale")
+                    self._remove(entry)
+                    retired.append(entry.attempt)
         self._settle()
         self._wake()
         return retired
@@ -330,6 +341,21 @@ class ExperienceQueue:
             self.retire(entry.attempt.group_id, entry.attempt.attempt, "aborted")
         self.advance(learner_version)
 
+    def forget(self, is_over: Callable[[str], bool]) -> int:
+        """Drop the attempt numbers of ended groups for which ``is_over(group_id)`` holds; returns how many.
+
+        Otherwise one number a group is kept for the whole run, here and in every state. What is over must never be
+        issued again, not even by a run that goes back to a checkpoint: ``PromptCursor.passed`` with the frontier of
+        the oldest checkpoint says that. Replies of forgotten groups still count as duplicates, and admitting one is
+        refused, so nothing is trained twice. The last ``is_over`` given goes on telling them from unknown groups.
+        """
+        held = self._entries.keys() | (self._in_training or {}).keys()
+        over = [group_id for group_id in self._last_attempt if group_id not in held and is_over(group_id)]
+        for group_id in over:
+            del self._last_attempt[group_id]
+        self._is_over = is_over
+        return len(over)
+
     def dispatched(self) -> list[Attempt]:
         """Attempts admitted and not yet put, in admission order."""
         return [entry.attempt for entry in self._dispatched.values()]
@@ -338,7 +364,7 @@ class ExperienceQueue:
         """A JSON-serialisable copy. A batch handed out but not closed is written as queued."""
         ledger = Ledger()
         ledger.load_state_dict(self.ledger.state_dict())
-        in_training = self._in_training or []
+        in_training = (self._in_training or {}).values()
         for entry in in_training:
             ledger.move(entry.size, "trained", "queued")
         now = self._clock.now()
@@ -376,6 +402,7 @@ class ExperienceQueue:
         self._version = state["learner_version"]
         self._admissions = state["admissions"]
         self._last_attempt = dict(state["last_attempt"])
+        self._is_over = lambda group_id: False
         self._in_training = None
         self._last_moved_at = -math.inf
         self._waiting_since = None
@@ -438,7 +465,7 @@ class ExperienceQueue:
         for entry in batch:
             self.ledger.move(entry.size, "queued", "trained")
             self._remove(entry)
-        self._in_training = batch
+        self._in_training = {entry.attempt.group_id: entry for entry in batch}
         self._waiting_since = None
         self._settle()
         return [entry.group for entry in batch if entry.group is not None]

@@ -39,10 +39,6 @@ class Count:
     def __sub__(self, other: Count) -> Count:
         return Count(self.groups - other.groups, self.rollouts - other.rollouts, self.tokens - other.tokens)
 
-    @property
-    def negative(self) -> bool:
-        return self.groups < 0 or self.rollouts < 0 or self.tokens < 0
-
 
 UNDELIVERED: Final = Count(groups=1)
 """An attempt that was never put: one group of unknown size."""
@@ -81,19 +77,20 @@ class Ledger:
 
     def check(self) -> None:
         """Raises AssertionError when a count is negative or the states do not sum to what came in."""
-        # Runs after every event, so it adds plain integers instead of building a Count a state.
+        # Runs after every event, so it compares plain integers instead of building a Count a state.
         counts = self.counts
-        groups = rollouts = tokens = 0
-        negative = counts[DUPLICATE].negative
+        groups = rollouts = tokens = lowest = 0
         for state in STATES:
             count = counts[state]
             groups += count.groups
             rollouts += count.rollouts
             tokens += count.tokens
-            negative |= count.negative
-        expected = Count(self.admitted, self.delivered.rollouts, self.delivered.tokens)
-        total = Count(groups, rollouts, tokens)
-        if total != expected or negative:
+            lowest = min(lowest, count.groups, count.rollouts, count.tokens)
+        late, delivered = counts[DUPLICATE], self.delivered
+        closes = groups == self.admitted and rollouts == delivered.rollouts and tokens == delivered.tokens
+        if not closes or min(lowest, late.groups, late.rollouts, late.tokens) < 0:
+            expected = Count(self.admitted, delivered.rollouts, delivered.tokens)
+            total = Count(groups, rollouts, tokens)
             raise AssertionError(f"ledger does not close: states sum to {total}, came in {expected}: {counts}")
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,6 +85,9 @@ class TrainingRun:
         self._saved_step = 0
         self._saved: dict[str, Any] | None = None
         self._learner_restarts = 0
+        # Cursor frontiers of the sets that a resume may go back to: below the oldest of them no prompt comes again.
+        self._frontier_of: dict[int, int] = {}
+        self._frontiers: deque[int] = deque(maxlen=config.checkpoint.keep_last)
         self._published = PublishedVersion(folder.path / PUBLISHED_VERSION)
         self._writer = CheckpointWriter(
             folder.checkpoints,
@@ -319,6 +323,7 @@ class TrainingRun:
             return
         state = run_state.snapshot(step, cursor=self._cursor, queue=self._queue, recorder=self._recorder)
         self._saved_step = step
+        self._frontier_of[step] = state["cursor"]["frontier"]
         best = self._config.checkpoint.best_metric
         metric = None if best is None else self._recorder.last(best)
         if best is not None and metric is None:
@@ -327,11 +332,17 @@ class TrainingRun:
 
     def _checkpoint_reported(self, report: SaveReport) -> None:
         self._recorder.checkpoint(saved=report.path is not None, blocked_s=report.blocked_s)
+        frontier = self._frontier_of.pop(report.step, None)
         if report.path is None:
             # The run's end tries this step again.
             self._saved_step = -1
             self._view.message(f"checkpoint of step {report.step} FAILED: {report.error}")
             return
+        if frontier is not None:
+            self._frontiers.append(frontier)
+            if len(self._frontiers) == self._frontiers.maxlen:
+                oldest, cursor = min(self._frontiers), self._cursor
+                self._queue.forget(lambda group_id: cursor.passed(group_id, oldest))
         self._view.message(
             f"checkpoint {report.path} ({report.bytes / 2**20:.0f} MiB in {report.total_s:.1f} s, of which training "
             f"waited {report.blocked_s:.1f} s)"

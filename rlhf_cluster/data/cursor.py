@@ -8,6 +8,7 @@ a resumed cursor issues 2, 4, 5, 6, 7 and then the next epoch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,14 +54,18 @@ class PromptCursor:
         self._seed = seed
         self._epochs = epochs
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self._positions: dict[int, NDArray[np.int64]] = {}  # by epoch: the position of every prompt
         self._frontier = 0
         self._ahead: set[int] = set()
         self._next = 0
         self._outstanding: dict[str, int] = {}
+        # Places from ``_next`` on that were issued before a resume; only these can stand in the way of the next issue.
+        self._issued_before: set[int] = set()
 
     def next(self) -> Issue | None:
         """The next issue, or None when every epoch is issued."""
-        while self._next in self._ahead or self._next in self._outstanding.values():
+        while self._next in self._issued_before:
+            self._issued_before.remove(self._next)
             self._next += 1
         epoch, position = divmod(self._next, len(self._prompts))
         if self._epochs is not None and epoch >= self._epochs:
@@ -97,8 +102,27 @@ class PromptCursor:
         # After a resume the frontier may run over places that were consumed before the save and are not yet passed.
         self._next = max(self._next, self._frontier)
         frontier_epoch = self._frontier // len(self._prompts)
-        for epoch in [epoch for epoch in self._orders if epoch < frontier_epoch]:
-            del self._orders[epoch]
+        for by_epoch in (self._orders, self._positions):
+            for epoch in [epoch for epoch in by_epoch if epoch < frontier_epoch]:
+                del by_epoch[epoch]
+
+    @property
+    def frontier(self) -> int:
+        """The first place that is not consumed."""
+        return self._frontier
+
+    def passed(self, group_id: str, frontier: int) -> bool:
+        """Whether ``group_id`` lies below ``frontier``: a cursor that resumes there never issues it again.
+
+        False for what is no issue of these prompts.
+        """
+        epoch, _, prompt_id = group_id.partition(":")
+        if not epoch.isdecimal() or prompt_id not in self._index:
+            return False
+        whole_epochs, rest = divmod(frontier, len(self._prompts))
+        if int(epoch) != whole_epochs:
+            return int(epoch) < whole_epochs
+        return self._position(whole_epochs, prompt_id) < rest
 
     @property
     def done(self) -> bool:
@@ -112,7 +136,7 @@ class PromptCursor:
             "consumed_ahead": sorted(self._ahead),
             "seed": self._seed,
             "n_prompts": len(self._prompts),
-            "digest": self._digest(),
+            "digest": self._digest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], outstanding: Iterable[str] = ()) -> None:
@@ -128,7 +152,7 @@ class PromptCursor:
         """
         if state["seed"] != self._seed:
             raise ValueError(f"run.seed: the saved run has seed {state['seed']}, got {self._seed}; use the saved one")
-        if state["n_prompts"] != len(self._prompts) or state["digest"] != self._digest():
+        if state["n_prompts"] != len(self._prompts) or state["digest"] != self._digest:
             raise ValueError(
                 f"data.prompts: the saved run had {state['n_prompts']} prompts and these {len(self._prompts)} are not "
                 "the same (text, order, template or max_prompt_tokens changed); restore the old file or start a new run"
@@ -140,19 +164,25 @@ class PromptCursor:
                 raise ValueError(f"group {group_id!r} is outstanding in the queue but consumed in the cursor's state")
         self._frontier = self._next = frontier
         self._ahead, self._outstanding = ahead, places
+        self._issued_before = ahead | set(places.values())
 
     def _place(self, group_id: str) -> int:
         epoch, _, prompt_id = group_id.partition(":")
         if not epoch.isdecimal() or prompt_id not in self._index:
             raise ValueError(f"group {group_id!r} is not an issue of these prompts (`epoch:prompt_id`)")
-        position = int(np.flatnonzero(self._order(int(epoch)) == self._index[prompt_id])[0])
-        return int(epoch) * len(self._prompts) + position
+        return int(epoch) * len(self._prompts) + self._position(int(epoch), prompt_id)
+
+    def _position(self, epoch: int, prompt_id: str) -> int:
+        if epoch not in self._positions:
+            self._positions[epoch] = np.argsort(self._order(epoch))
+        return int(self._positions[epoch][self._index[prompt_id]])
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._orders:
             self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
         return self._orders[epoch]
 
+    @functools.cached_property
     def _digest(self) -> str:
         """Over ids and tokens in the first epoch's order, so that a changed shuffle is seen as well."""
         digest = hashlib.sha256()

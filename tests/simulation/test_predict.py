@@ -123,7 +123,7 @@ model = ClusterModel.model_validate({
     "reference": {"replicas": 64, "tokens_per_s": 50000},
     "learner": {"tokens_per_s": 2e6, "fixed_s": 2.0},
     "weights": {"gib": 14, "snapshot_gib_per_s": 10, "transfer_gib_per_s": 10, "load_gib_per_s": 10},
-    "batch": {"groups_per_batch": 1024, "samples_per_prompt": 2, "max_staleness": 1, "group_deadline_s": 1800,
+    "batch": {"groups_per_batch": 512, "samples_per_prompt": 2, "max_staleness": 1, "group_deadline_s": 1800,
               "max_new_tokens": 2048, "prompt_tokens": 200},
     "lengths": {"kind": "lognormal", "median": 500, "sigma": 0.8},
 })

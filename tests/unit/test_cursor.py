@@ -165,6 +165,30 @@ def test_state_stays_small_over_many_epochs():
     assert saved(source)["frontier"] == 400
     assert saved(source)["consumed_ahead"] == []
     assert len(source._orders) <= 1
+    assert source._issued_before == set()
+
+
+def test_passed_is_what_a_cursor_that_resumes_at_the_frontier_never_issues_again():
+    source = cursor(4, epochs=3)
+    groups = [issue.group_id for issue in take(source, 12)]
+    for frontier in range(13):
+        assert [source.passed(group_id, frontier) for group_id in groups] == [i < frontier for i in range(12)]
+    assert not source.passed("0:nobody", 12)
+    assert not source.passed("p0", 12)
+    assert source.frontier == 0
+    source.consumed(groups[1])
+    source.consumed(groups[0])
+    assert source.frontier == 2
+
+
+def test_places_that_a_resume_passes_over_are_dropped_on_the_way():
+    source = cursor(epochs=1)
+    issued = take(source, 4)
+    source.consumed(issued[3].group_id)
+    resumed = cursor(epochs=1)
+    resumed.load_state_dict(saved(source), outstanding=[issued[1].group_id])
+    assert [issue.position for issue in take(resumed, 6)] == [0, 2, 4, 5, 6, 7]
+    assert resumed._issued_before == set()
 
 
 def test_group_that_is_not_outstanding_cannot_be_consumed():
