@@ -25,6 +25,8 @@ from rlhf_cluster.ending import Signals
 from rlhf_cluster.evaluation import Sampler, evaluate
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.inputs import Inputs
+from rlhf_cluster.metrics.calibrating_recorder import CalibratingRecorder
+from rlhf_cluster.metrics.calibration import FILE_NAME
 from rlhf_cluster.metrics.console import ConsoleView
 from rlhf_cluster.metrics.jsonl import JsonlSink
 from rlhf_cluster.metrics.prometheus import PrometheusSink
@@ -155,9 +157,9 @@ class TrainingRun:
             self._view.message(f"metrics: {exporter.url}")
         if config.tensorboard:
             sinks.append(TensorBoardSink(self._folder.path / "tensorboard"))
-        recorder = MetricsRecorder(
-            max_staleness=self._config.queue.max_staleness,
-            total_steps=self._config.run.steps,
+        recorder = CalibratingRecorder.for_run(
+            self._config,
+            self._folder.path / FILE_NAME,
             clock=self._clock,
             sinks=sinks,
             mismatch_alarm=self._config.guardrails.mismatch_alarm,

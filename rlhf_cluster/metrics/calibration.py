@@ -1,7 +1,7 @@
 """``calibration.json`` in a run folder: the speeds and lengths that a run measured, for ``rlhf simulate`` and ``plan``.
 
-Every section but ``measured`` is a part of ``simulation.cluster_model.ClusterModel`` and replaces what is assumed there;
-``measured`` is what they were made of, for people and for checks of a prediction.
+Every section but ``measured`` is a part of ``simulation.cluster_model.ClusterModel`` and replaces what is assumed
+there; ``measured`` is what they were made of, for people and for checks of a prediction.
 
     rlhf simulate CONFIG --cluster runs/demo/ppo/calibration.json
     rlhf plan CONFIG --calibration runs/demo/ppo/calibration.json
@@ -84,7 +84,7 @@ class Measured(_Part):
     rollout: tuple[Concurrency, ...] = Field(description="Speed of an engine by how many sequences it decoded at once.")
     score_seconds: NonNegative = Field(description="Mean of a group, both scorers, queueing included.")
     wait_seconds: NonNegative = Field(description="Mean time the learner waited for a batch.")
-    train_seconds: NonNegative = Field(description="Mean of a learner step.")
+    train_seconds: NonNegative = Field(description="Mean of a learner step, pre-training of the critic left out.")
     train_tokens: NonNegative = Field(description="Mean of a learner step, prompts included.")
     train_stages: dict[str, NonNegative] = Field(description="Mean seconds of a learner step, by stage.")
     snapshot_seconds: NonNegative = Field(description="Mean of gathering and writing the weights.")

@@ -21,7 +21,8 @@ from rich.table import Table
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError, load_config
 from rlhf_cluster.controller import RunFailed
-from rlhf_cluster.simulation.cluster_model import ClusterModel, read_overlay
+from rlhf_cluster.metrics.calibration import read_calibration
+from rlhf_cluster.simulation.cluster_model import ClusterModel
 from rlhf_cluster.simulation.faults import FAULTS
 from rlhf_cluster.simulation.plot import check_can_plot, write_plot
 from rlhf_cluster.simulation.predict import Prediction
@@ -107,7 +108,7 @@ def _predict(
         raise ConfigError("--out draws a sweep; add --sweep key=a,b,c")
     if out is not None:
         check_can_plot()
-    overlay = read_overlay(cluster_file) if cluster_file else {}
+    overlay = read_calibration(cluster_file) if cluster_file else {}
 
     def load(own: Sequence[str]) -> Config:
         return load_config(path, own, presets)

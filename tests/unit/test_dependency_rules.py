@@ -34,7 +34,7 @@ ALLOWED = {
 }
 
 # Import without any heavy library being loaded.
-LIGHT = ("config", "types", "protocols", "controller", "experience_queue", "run_state", "simulation")
+LIGHT = ("config", "types", "protocols", "controller", "experience_queue", "run_state", "simulation", "planner")
 
 
 def sources(*folders: str) -> list[Path]:
