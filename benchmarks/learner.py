@@ -1,9 +1,10 @@
 """A policy-only GRPO step of our learner against a bare PyTorch loop: useful tokens a second and peak memory.
 
 SmolLM2-135M in bfloat16, 64 sequences of 40-60 prompt and 5-64 response tokens. The bare loop pads micro-batches of
-rows as they come, runs the LM head on every position, and steps AdamW on the bfloat16 weights themselves; the best of a
-few micro-batch sizes counts. Ours is ``LearnerRank.train``, float32 master weights and DeepSpeed included. A token is
-useful when it is not padding. Both in one run, in processes of their own, with the same threads, dtype and attention.
+rows as they come, runs the LM head on every position, and steps AdamW over float32 master weights, as ours does (at
+this rate bfloat16 weights alone would not move); the best of a few micro-batch sizes counts. Ours is
+``LearnerRank.train``, DeepSpeed included. A token is useful when it is not padding. Both in one run, in processes of
+their own, with the same threads, dtype and attention.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def bare_steps(rows_at_once: int, steps: int) -> list[float]:
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16, attn_implementation="eager").train()
     model.config.use_cache = False
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    weights = list(model.parameters())
+    masters = [weight.detach().float() for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     rows = make_sequences()
     scores = torch.tensor([row["score"] for row in rows]).view(-1, GROUP)
     advantages = ((scores - scores.mean(1, keepdim=True)) / scores.std(1, correction=0, keepdim=True)).flatten()
@@ -77,9 +80,14 @@ def bare_steps(rows_at_once: int, steps: int) -> list[float]:
             a = advantages[start : start + rows_at_once, None]
             losses = -torch.minimum(a * ratio, a * ratio.clamp(1 - CLIP, 1 + CLIP))
             ((losses * answer[:, 1:]).sum() / total).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for master, weight in zip(masters, weights, strict=True):
+                weight.copy_(master)
+                master.grad = None
         seconds.append(time.perf_counter() - started)
     return seconds
 
@@ -171,7 +179,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--micro-batch-tokens", type=int, default=1024)
+    parser.add_argument("--micro-batch-tokens", type=int, default=512)
     options = parser.parse_args()
     if options.inside:
         inside(options.inside, options.size, options.steps)
