@@ -7,14 +7,11 @@ it picked and takes the smallest that is about as fast as the best. The learner'
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlhf_cluster import controller
 from rlhf_cluster.config import Config
 from rlhf_cluster.controller import RunFailed
 from rlhf_cluster.simulation.cluster_model import ClusterModel
@@ -79,8 +76,7 @@ def recommend(
     def tried(division: Division, max_staleness: int) -> Choice:
         model = _described(cluster, current, division, max_staleness)
         try:
-            with _quiet_controller():
-                return Choice(division, max_staleness, simulate(model, steps, seed=seed))
+            return Choice(division, max_staleness, simulate(model, steps, seed=seed))
         except RunFailed as error:
             return Choice(division, max_staleness, None, str(error))
 
@@ -137,18 +133,6 @@ def stage_seconds(cluster: ClusterModel) -> tuple[float, float, float]:
     )
     train = cluster.learner.fixed_s + tokens / cluster.learner.tokens_per_s + weights.gib / weights.snapshot_gib_per_s
     return generate, score, train
-
-
-@contextlib.contextmanager
-def _quiet_controller() -> Iterator[None]:
-    """The control loop warns of every group it issues again; those of a setting that is only tried concern nobody."""
-    logger = logging.getLogger(controller.__name__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _described(cluster: ClusterModel, current: Division, division: Division, max_staleness: int) -> ClusterModel:

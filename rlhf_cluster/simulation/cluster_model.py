@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError
-from rlhf_cluster.config_yaml import read_sections, read_text
 from rlhf_cluster.simulation.lengths import Lengths
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -172,15 +171,6 @@ def cluster_from_config(config: Config, overlay: Mapping[str, Any] | None = None
             for item in error.errors(include_url=False, include_context=False)
         ]
         raise ConfigError("\n".join(lines)) from None
-
-
-def read_overlay(path: Path) -> dict[str, Any]:
-    """Any part of a ``ClusterModel`` as a YAML or JSON file.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no sections.
-    """
-    return read_sections(read_text(path, "cluster file"), str(path))
 
 
 def _defaults(config: Config) -> dict[str, Any]:

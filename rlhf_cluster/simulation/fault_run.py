@@ -14,12 +14,10 @@ The same seed gives the same run to the bit: ``SimulationReport.digest`` covers 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
-import logging
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +28,7 @@ from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.simulation.faults import Faults, World, draw_world
 from rlhf_cluster.simulation.faulty_actors import FaultyLearner, FaultyScorers, FaultyWorkers, LearnerDied
 from rlhf_cluster.simulation.invariants import Invariants, InvariantViolated
+from rlhf_cluster.simulation.quiet_logs import quiet_controller
 from rlhf_cluster.simulation.quiet_recorder import QuietRecorder
 from rlhf_cluster.simulation.report import SimulationReport
 from rlhf_cluster.simulation.virtual_time import Deadlock, VirtualClock, VirtualTimeLoop, run_virtual
@@ -99,7 +98,7 @@ class FaultRun:
 
     def run(self) -> SimulationReport:
         violation: BaseException | None = None
-        with _quiet_logs():
+        with quiet_controller():
             try:
                 run_virtual(self._live(), self._loop)
             except (InvariantViolated, Deadlock) as error:
@@ -355,15 +354,3 @@ async def _cancel_all(futures: list[asyncio.Future[Any]]) -> None:
     for future in futures:
         if not future.cancelled():
             future.exception()
-
-
-@contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """The controller warns of every fault; here they are expected, and the trace has them."""
-    controller = logging.getLogger("rlhf_cluster.controller")
-    level = controller.level
-    controller.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        controller.setLevel(level)

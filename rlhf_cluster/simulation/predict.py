@@ -27,6 +27,7 @@ from rlhf_cluster.simulation.actors import (
     ScorerStage,
 )
 from rlhf_cluster.simulation.cluster_model import ClusterModel, ScorerModel
+from rlhf_cluster.simulation.quiet_logs import quiet_controller
 from rlhf_cluster.simulation.quiet_recorder import QuietRecorder
 from rlhf_cluster.simulation.virtual_time import VirtualClock, VirtualTimeLoop, run_virtual
 from rlhf_cluster.types import Prompt, TrainBatch
@@ -70,6 +71,7 @@ class Prediction:
         return sum(lag * n for lag, n in self.lag_tokens.items()) / tokens if tokens else math.nan
 
 
+@quiet_controller()
 def simulate(cluster: ClusterModel, steps: int, *, seed: int = 0) -> Prediction:
     """Run ``steps`` learner steps on ``cluster``. The same arguments give the same prediction to the bit.
 

@@ -84,7 +84,9 @@ def test_the_prediction_is_the_same_to_the_bit_for_the_same_seed() -> None:
     assert simulate(model, 10, seed=4) != first
 
 
-def test_long_answers_that_miss_their_deadline_show_as_evicted_work_and_length_bias() -> None:
+def test_long_answers_that_miss_their_deadline_show_as_evicted_work_and_length_bias(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Answers of 50 or 400 tokens at about 10 a second; with a deadline of 30 s no long one can be trained."""
     model = cluster(
         rollout={"workers": 4, "sequences": 1},
@@ -96,6 +98,7 @@ def test_long_answers_that_miss_their_deadline_show_as_evicted_work_and_length_b
     assert prediction.offered_length > 80
     assert prediction.length_bias < -0.4
     assert prediction.evicted_share > 0.3
+    assert caplog.text == "", "a predicted eviction is a figure, not a warning"
     unhurried = simulate(model.model_copy(update={"batch": cluster().batch}), 20)
     assert unhurried.evicted_share == 0
     assert unhurried.length_bias == 0

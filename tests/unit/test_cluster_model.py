@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rlhf_cluster.config_io import ConfigError, load_config
-from rlhf_cluster.simulation.cluster_model import cluster_from_config, read_overlay
+from rlhf_cluster.metrics.calibration import read_calibration
+from rlhf_cluster.simulation.cluster_model import cluster_from_config
 from rlhf_cluster.simulation.sweep import describe, parse_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,7 @@ def test_a_calibration_file_replaces_what_it_names_and_nothing_else(tmp_path: Pa
     calibration.write_text(
         json.dumps({"learner": {"tokens_per_s": 321.0}, "lengths": {"kind": "empirical", "tokens": [5, 9]}})
     )
-    base, model = cluster_from_config(config()), cluster_from_config(config(), read_overlay(calibration))
+    base, model = cluster_from_config(config()), cluster_from_config(config(), read_calibration(calibration))
     assert model.learner.tokens_per_s == 321.0
     assert model.learner.fixed_s == base.learner.fixed_s
     assert model.lengths.kind == "empirical"
@@ -85,10 +86,10 @@ def test_a_wrong_description_is_refused_by_key(overlay: dict[str, Any], message:
 
 def test_a_file_without_sections_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the cluster file"):
-        read_overlay(tmp_path / "none.yaml")
+        read_calibration(tmp_path / "none.yaml")
     (tmp_path / "list.yaml").write_text("[1, 2]")
     with pytest.raises(ConfigError, match="the file must hold sections"):
-        read_overlay(tmp_path / "list.yaml")
+        read_calibration(tmp_path / "list.yaml")
 
 
 def test_overrides_with_the_prefix_go_to_the_cluster_and_beat_the_file() -> None:
