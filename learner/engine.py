@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learner.host_memory import return_freed_memory
 from learner.schedule import Schedule
 from rlhf_cluster.config import LearnerConfig
 
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 # DeepSpeed allocates buffers of this many elements; its default of 5e8 is a GiB a model for nothing on a small one.
 _BUCKET_ELEMENTS = 50_000_000
+# ZeRO-1 and 2 step one parameter group after the other and hold a float32 copy of its gradients meanwhile. Groups of
+# this many elements, or of an eighth of a large model, bound that copy.
+_GROUP_ELEMENTS, _MOST_GROUPS = 32_000_000, 8
 # Parameters below this many elements stay whole on every rank under ZeRO-3: gathering them costs more than it saves.
 _PERSISTENT_ELEMENTS = 10_000
 
@@ -111,7 +115,10 @@ class TrainEngine:
         )
         self.accumulating = False
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        groups = parameter_groups(trained) if self.zero_stage in (1, 2) else [trained]
+        optimizer = torch.optim.AdamW(
+            [{"params": group} for group in groups], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
         self.deepspeed, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -119,6 +126,7 @@ class TrainEngine:
             dist_init_required=False,
         )
         self._guarded_here = self.zero_stage == 0 and dtype == torch.float32
+        self._on_host = self.deepspeed.device.type == "cpu"
 
     @property
     def module(self) -> nn.Module:
@@ -138,6 +146,8 @@ class TrainEngine:
         self.deepspeed.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over ranks; the loss is a share of one sum over all of them.
         self.deepspeed.backward(loss() * dist.get_world_size(), scale_wrt_gas=False)
+        if self._on_host:
+            return_freed_memory()
 
     def step(self) -> StepOutcome:
         """Clip, apply and clear the gradients, or clear them alone when they are not finite on any rank."""
@@ -166,6 +176,21 @@ class TrainEngine:
     def close(self) -> None:
         """Free DeepSpeed's buffers and hooks."""
         self.deepspeed.destroy()
+
+
+def parameter_groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Neighbours together, each group as large as ``_GROUP_ELEMENTS`` and ``_MOST_GROUPS`` allow (one parameter may be
+    larger)."""
+    limit = max(_GROUP_ELEMENTS, math.ceil(sum(parameter.numel() for parameter in parameters) / _MOST_GROUPS))
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        if not groups or size + parameter.numel() > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.numel()
+    return groups
 
 
 def _deepspeed_config(config: LearnerConfig, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:

@@ -39,10 +39,12 @@ def spawn_ranks(scenario: Callable[[int, Path], Any], world_size: int, folder: P
 
 
 def _rank(rank: int, scenario: Callable[[int, Path], Any], world_size: int, folder: str, port: int) -> None:
-    from learner.engine import init_distributed
+    from learner import engine
 
     torch.set_num_threads(1)
-    init_distributed(backend="gloo", rank=rank, world_size=world_size, host="127.0.0.1", port=port, timeout_s=60)
+    # As a large model has them: several parameter groups under ZeRO-1 and 2.
+    engine._GROUP_ELEMENTS = 1
+    engine.init_distributed(backend="gloo", rank=rank, world_size=world_size, host="127.0.0.1", port=port, timeout_s=60)
     torch.save(scenario(rank, Path(folder)), Path(folder) / f"result{rank}.pt")
 
 

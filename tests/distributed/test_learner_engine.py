@@ -90,8 +90,22 @@ def _negative_mean(engine: Any, inputs: Any) -> torch.Tensor:
     return -engine(inputs)[0].sum() / 50
 
 
+def _group_sizes() -> list[int]:
+    """Elements that each of one rank's steps copies to float32, of 40 weights of 100."""
+    from learner.engine import TrainEngine
+    from rlhf_cluster.config import LearnerConfig
+
+    model = nn.ParameterList(torch.ones(10, 10) for _ in range(40))
+    config = LearnerConfig(zero_stage=1)
+    engine = TrainEngine(model, lr=1e-3, total_optimizer_steps=1, config=config, dtype=torch.bfloat16, name="policy")
+    sizes = [int(size) for size in engine.deepspeed.optimizer.partition_size]
+    engine.close()
+    return sizes
+
+
 def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     return {
+        "group_sizes": _group_sizes(),
         "token_mean": {stage: _token_mean_gradient(rank, stage) for stage in STAGES},
         "poison": {(stage, dtype): _poison(rank, folder, stage, dtype) for stage in STAGES for dtype in DTYPES},
     }
@@ -120,3 +134,23 @@ def test_one_nan_gradient_on_one_rank_changes_nothing_on_any_rank(
         # Neither moments nor schedule moved: the next step is the one the twin took, to the last bit.
         assert poisoned["lr"] == twin["lr"] == pytest.approx(1e-3 * 3 / 4)
         assert all(torch.equal(weight, twin["weights"][name]) for name, weight in poisoned["weights"].items())
+
+
+def test_a_step_copies_an_eighth_of_the_gradients_at_a_time(two_ranks: list[dict[str, Any]]) -> None:
+    for rank in two_ranks:
+        assert rank["group_sizes"] == [500 / 2] * 8
+
+
+def test_small_models_are_stepped_as_one_group_and_order_is_kept() -> None:
+    from learner.engine import parameter_groups
+
+    weights = [nn.Parameter(torch.empty(n, device="meta")) for n in (1, 20_000_000, 12_000_000, 0, 50_000_000, 1)]
+    groups = parameter_groups(weights)
+    assert [[len(weight) for weight in group] for group in groups] == [
+        [1, 20_000_000],
+        [12_000_000, 0],
+        [50_000_000],
+        [1],
+    ]
+    assert [id(weight) for group in groups for weight in group] == [id(weight) for weight in weights]
+    assert parameter_groups(weights[:1]) == [weights[:1]]
