@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_cluster.config import EngineConfig, PublishConfig
+from rlhf_cluster.diagnosis import logprob_probe
 
 RECEIVER_EXTENSION = "actors.weight_receiver.WeightReceiverExtension"
 
@@ -43,7 +44,9 @@ def engine_arguments(
         "model": model,
         "dtype": dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": engine.max_num_seqs,
+        # Room for the log-prob probe beside a full engine, and priority for it: nobody waits for its verdict for long.
+        "max_num_seqs": engine.max_num_seqs + logprob_probe.SEQUENCES,
+        "scheduling_policy": "priority",
         "tensor_parallel_size": engine.tensor_parallel,
         "distributed_executor_backend": "uni" if engine.tensor_parallel == 1 else "mp",
         "seed": seed,
@@ -153,10 +156,17 @@ def checkpoint_weight_names(model_folder: Path) -> list[str]:
 def nccl_init_info(transport: Mapping[str, Any], *, slot: int, tensor_parallel: int) -> dict[str, Any]:
     """Init info of vLLM's nccl backend for worker ``slot``.
 
-    The learner's sending rank is NCCL rank 0; the engines' GPUs follow in slot order. ``transport["nccl"]`` holds what
-    the learner chose: master_address, master_port, world_size, and packed with its buffer sizes.
+    The learner's sending rank is NCCL rank 0; the GPUs of the group's members (``transport["members"]``) follow in slot
+    order. ``transport["nccl"]`` holds what the learner chose: master_address, master_port, world_size, and packed with
+    its buffer sizes.
+
+    Raises:
+        ValueError: the worker is no member of the group.
     """
-    return {**transport["nccl"], "rank_offset": 1 + slot * tensor_parallel}
+    members = list(transport["members"])
+    if slot not in members:
+        raise ValueError(f"rollout worker {slot} is no member of the transfer group of workers {members}")
+    return {**transport["nccl"], "rank_offset": 1 + members.index(slot) * tensor_parallel}
 
 
 def nccl_update_info(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,10 @@ class RolloutMember(ActorMember):
     ) -> None:
         super().__init__(name, incarnation, handle)
         self.version = INITIAL_VERSION
+        self.applied: int | None = None
+        """The version it was told to hold and verified; None: what it started from, taken on trust."""
         self.in_flight = 0
+        self.updating = False
         self.fenced = True
         self._bring_up = bring_up
 
@@ -37,6 +40,7 @@ class RolloutMember(ActorMember):
     async def update(self, snapshot: WeightSnapshot, timeout_s: float) -> UpdateTiming:
         """Apply ``snapshot``. Raises WorkerFailed (fenced now) or WorkerDied; one that misses the deadline is dead."""
         what = f"the update to version {snapshot.version}"
+        self.updating = True
         try:
             timing: UpdateTiming = await self.call("update_weights", snapshot, timeout_s=timeout_s, what=what)
         except TimeoutError as error:
@@ -48,5 +52,8 @@ class RolloutMember(ActorMember):
             if isinstance(getattr(error.__cause__, "cause", None), FileNotFoundError):
                 raise SnapshotGone(str(error)) from error
             raise
-        self.version, self.fenced = snapshot.version, False
+        finally:
+            self.updating = False
+        self.version = self.applied = snapshot.version
+        self.fenced = False
         return timing

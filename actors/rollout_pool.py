@@ -15,14 +15,14 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import ray
 
 from actors import placement
 from actors.rollout_member import RolloutMember, SnapshotGone
 from actors.rollout_worker import INITIAL_VERSION, RolloutWorker, UpdateTiming
-from actors.supervisor import NO_RAY_RESTARTS, WorkerDied, all_or_cancel, dump_all, first_line
+from actors.supervisor import NO_RAY_RESTARTS, WorkerDied, all_or_cancel, dump_all
+from rlhf_cluster.causes import first_line
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import Config
 from rlhf_cluster.protocols import (
@@ -67,9 +67,7 @@ class RolloutPool:
     ) -> None:
         self._config = config
         self._publishes_by_broadcast = config.publish.backend == "nccl"
-        settings = supervision or SupervisionSettings()
-        # A collective cannot be joined again: a new engine would never get the weights of the others.
-        self._settings = replace(settings, restarts=0) if self._publishes_by_broadcast else settings
+        self._settings = supervision or SupervisionSettings()
         self._on_event = on_event
         self._worker_class = worker_class
         engine = config.rollout.engine
@@ -127,11 +125,15 @@ class RolloutPool:
     async def _bring_up(self, worker: RolloutMember) -> None:
         """Start the engine, then apply the newest version; until then the worker is fenced, so nothing is routed to it.
 
-        A version that is published meanwhile is applied too: when this returns, none is newer.
+        A version that is published meanwhile is applied too: when this returns, none is newer. Where weights are
+        broadcast the next broadcast brings them (``BroadcastSink``).
         """
         started = time.monotonic()
         sampling = await worker.call("start", timeout_s=self._start_timeout_s, what="start")
-        while (newest := self._newest) is not None and newest.version != worker.version:
+        if self._publishes_by_broadcast and self._newest is not None:
+            log.info("%s stays fenced until it is in a transfer group and has received weights", worker.name)
+            return
+        while (newest := self._newest) is not None and newest.version != worker.applied:
             try:
                 await worker.update(newest, self._config.publish.timeout_s)
             except WorkerFailed as error:
@@ -223,7 +225,8 @@ class RolloutPool:
             self._changes.tell()
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
-        """See ``protocols.WeightSink``. All workers side by side, each within ``publish.timeout_s``.
+        """See ``protocols.WeightSink``. All workers side by side, each within ``publish.timeout_s``; with a transfer
+        group in ``snapshot.transport`` its members only.
 
         Returns as soon as every worker that is up has answered and one serves the version. When none does because they
         died, it waits for one that comes back with it. ``paused_s`` is the longest any worker stood still. A worker
@@ -239,18 +242,32 @@ class RolloutPool:
 
         async def update(slot: SupervisedSlot[RolloutMember], worker: RolloutMember) -> None:
             try:
-                timings[slot.index] = await worker.update(snapshot, self._config.publish.timeout_s)
+                timings[slot.index] = timing = await worker.update(snapshot, self._config.publish.timeout_s)
+                if timing.verified:
+                    log.info(
+                        "%s: all it computes with is version %d of the learner%s",
+                        worker.name,
+                        snapshot.version,
+                        "" if timing.probe_nats is None else f"; {timing.probe_nats:.4f} nats a token on the probe",
+                    )
             except WorkerDied as error:
+                # Told now: the publication may wait for its successor, and then has nothing to report.
+                log.warning("%s", error)
                 failed[slot.index] = str(error)
             except WorkerFailed as error:
                 failed[slot.index] = str(error)
                 slot.emit("fenced", str(error))
 
-        up = [(slot, worker) for slot in self._slots.values() if (worker := slot.serving) is not None]
+        members = snapshot.transport.get("members", self._slots)
+        up = [
+            (slot, worker)
+            for slot in self._slots.values()
+            if (worker := slot.serving) is not None and slot.index in members
+        ]
         await all_or_cancel(*(update(slot, worker) for slot, worker in up))
         if not self._publishes_by_broadcast:
             await self._changes.until(lambda: bool(self._serve(snapshot)) or self._nobody_returns(), clock=self._clock)
-        self._check_any_left()
+            self._check_any_left()
         applied = self._serve(snapshot)
         return PublishReport(
             version=snapshot.version,
@@ -271,12 +288,39 @@ class RolloutPool:
     def _nobody_returns(self) -> bool:
         return not any(slot.coming_back for slot in self._slots.values())
 
+    def receivers(self) -> dict[int, int]:
+        """Slot -> incarnation of every worker that can be in a transfer group: alive, fenced or not."""
+        return {
+            slot.index: worker.incarnation
+            for slot in self._slots.values()
+            if slot.index not in self._draining and (worker := slot.serving) is not None
+        }
+
+    async def until_waiting(self) -> None:
+        """Until a worker is alive and fenced: it waits for weights.
+
+        Raises:
+            NoWorkersLeft: every worker is down, and none comes back.
+        """
+        await self._changes.until(
+            lambda: (
+                any(worker.fenced for worker in self._workers()) or (self._nobody_returns() and not self._workers())
+            ),
+            clock=self._clock,
+        )
+        self._check_any_left()
+
     def fence(self) -> None:
-        """Send no more work to any worker: an update that the learner broke off left its weights undefined."""
+        """Send no more work to any worker: a broadcast that the learner broke off left its weights undefined.
+
+        One that is in it may wait for the learner for ever; it is ended and comes back.
+        """
         for slot in self._slots.values():
             if (worker := slot.serving) is not None:
                 worker.fenced = True
                 slot.emit("fenced", "the learner broke an update off")
+                if worker.updating:
+                    worker.life.end("it was in a broadcast that the learner broke off")
 
     async def scale(self, workers: int, *, drain_s: float | None = None) -> str:
         """Have ``workers`` of them; returns one line about it. One change at a time, later calls wait.
@@ -286,7 +330,7 @@ class RolloutPool:
         end; what still runs then fails as WorkerFailed and is issued again.
 
         Raises:
-            ValueError: fewer than one, no room in the cluster, or a backend whose group cannot change.
+            ValueError: fewer than one, or no room in the cluster.
             WorkerFailed, TimeoutError: a new worker did not start; the pool is as before.
         """
         if workers < 1:
@@ -295,8 +339,6 @@ class RolloutPool:
             before = sorted(self._slots)
             if workers == len(before):
                 return f"there are {workers} rollout workers already"
-            if self._publishes_by_broadcast:
-                raise ValueError("publish.backend nccl: its group has the size it was formed with; stop and resume")
             if workers > len(before):
                 await self._add(workers - len(before))
             else:

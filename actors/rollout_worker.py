@@ -1,13 +1,16 @@
 """A rollout worker: one vLLM engine that turns prompts into rollouts and takes weight updates in flight.
 
     RolloutRequest -> AsyncLLM (one engine request a sample, own seed) -> list[Rollout]
-    WeightSnapshot -> pause -> load and verify -> version -> resume
+    WeightSnapshot -> check bytes | pause -> load (-> verify what is held) -> resume | (probe log-probs) -> version
 
 ``RolloutWorker`` is a plain class; the router makes it an async Ray actor, so that many requests are in flight at once
 (continuous batching). vLLM is imported inside ``start`` only: importing this module on the driver costs nothing.
 
 A worker serves exactly one version at a time. An update that fails anywhere *fences* it: what runs is aborted, further
-requests are refused with the reason, and only a complete, verified update opens it again.
+requests are refused with the reason, and only a complete, verified update opens it again. In every
+``publish.verify_every``-th update, the first of a worker and the one after a fence, all copies that the engine computes
+with are compared to the snapshot, and its log-probs of fixed ids to the learner's; no answer leaves between such an
+update and its verdict.
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ from actors.engine_arguments import (
 )
 from actors.health import Health, Pulse
 from rlhf_cluster.config import EngineConfig, PublishConfig
+from rlhf_cluster.diagnosis import logprob_probe
 from rlhf_cluster.protocols import RolloutRequest, WeightSnapshot
-from rlhf_cluster.types import FINISH_REASONS, FinishReason, Rollout, Sampling, VersionSpan
+from rlhf_cluster.types import FINISH_REASONS, FinishReason, Floats, Rollout, Sampling, VersionSpan
 from rlhf_cluster.weight_manifest import check_names
 
 logger = logging.getLogger(__name__)
@@ -59,6 +63,17 @@ class UpdateTiming:
 
     paused_s: float
     total_s: float
+    verified: bool = False
+    """Whether everything held was compared to the snapshot, not its bytes alone."""
+    probe_nats: float | None = None
+    """Mean |engine - learner| of the log-prob probe, nats a token; None when not due or not in the snapshot."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """Whether the engine is between start and finish of an update, and has to abandon it when something fails."""
+
+    open: bool = False
 
 
 def version_spans(reported: Sequence[Any] | None, n_tokens: int, start_version: int) -> tuple[VersionSpan, ...]:
@@ -100,6 +115,7 @@ class RolloutWorker(Health):
         self._engine_config = engine
         self._publish = publish
         self._device = device
+        self._probe_tolerance = logprob_probe.tolerance_nats(dtype, publish.probe_tolerance_nats)
         self._arguments = engine_arguments(
             model=model,
             dtype=dtype,
@@ -116,8 +132,15 @@ class RolloutWorker(Health):
         self._fenced: str | None = "it has not started"
         self._stop_ids: list[int] = []
         self._weight_names: list[str] = []
-        self._transfer_ready = False
+        self._joined: dict[str, Any] | None = None
+        """Init info of the transfer group, or of the receiver, that the engine is in."""
         self._updating = asyncio.Lock()
+        self._since_verified: int | None = None
+        """Updates since the last verified one; None: the next is to be verified whatever its number."""
+        self._settled = asyncio.Event()
+        """Clear from an update that is being verified to the verdict."""
+        self._settled.set()
+        self._probes = 0
 
     async def start(self) -> dict[str, Any]:
         """Bring the engine up on the initial policy, as version 0; returns the sampling that every request gets.
@@ -213,6 +236,8 @@ class RolloutWorker(Health):
             if self._engine.errored:
                 raise EngineDied(f"{self.name}: the engine process died: {error}") from error
             raise
+        # Tokens of weights that are still on trial are not handed out.
+        await self._settled.wait()
         self._check_open()
         if final is None or not final.finished:
             raise RuntimeError(f"{self.name}: the engine ended {rollout_id} without a result")
@@ -236,38 +261,67 @@ class RolloutWorker(Health):
     async def update_weights(self, snapshot: WeightSnapshot) -> UpdateTiming:
         """Apply and verify ``snapshot``; running requests go on under the new weights.
 
-        Updates wait for one another. An update once begun runs to its end even when the caller stops waiting.
+        A version that is served already is verified and not loaded again. Updates wait for one another. An update once
+        begun runs to its end even when the caller stops waiting.
 
         Raises:
-            WeightMismatch, or what the engine raised: the worker is fenced then.
+            WeightMismatch, ProbeFailed, or what the engine raised: the worker is fenced then.
+            EngineDied: the engine's process is gone.
             ValueError: the version is older than the one served.
         """
         return await asyncio.shield(asyncio.ensure_future(self._update(snapshot)))
 
     async def _update(self, snapshot: WeightSnapshot) -> UpdateTiming:
         async with self._updating:
-            begun = time.monotonic()
             if snapshot.version < self._version:
                 raise ValueError(f"{self.name} serves version {self._version}; got an update to {snapshot.version}")
-            paused_at: float | None = None
+            begun = time.monotonic()
+            step = _Step()
             try:
-                check_names(
-                    self._weight_names, snapshot.manifest["tensors"], what=f"{self.name}, version {snapshot.version}"
-                )
-                update = await self._prepare_transfer(snapshot)
-                paused_at = time.monotonic()
-                await self._apply(update, snapshot.version)
-                self._version = snapshot.version
-                self._fenced = None
-                await self._engine.resume_generation()
+                # Whoever sends by broadcast waits for every receiver, whatever that holds.
+                held = snapshot.version == self._version and self._fenced is None
+                if held and self._publish.backend != "nccl":
+                    timing = await self._verify_held(snapshot, begun)
+                else:
+                    timing = await self._load(snapshot, begun, step)
             except BaseException as error:
-                await self._fence(f"the update to version {snapshot.version} failed: {error}", paused_at is not None)
+                await self._fence(f"the update to version {snapshot.version} failed: {error}", step.open)
+                if self._engine is not None and self._engine.errored:
+                    raise EngineDied(f"{self.name}: the engine process died: {error}") from error
                 raise
-            ended = time.monotonic()
-            return UpdateTiming(paused_s=ended - paused_at, total_s=ended - begun)
+            finally:
+                self._settled.set()
+            self._version = snapshot.version
+            self._fenced = None
+            self._since_verified = 0 if timing.verified else (self._since_verified or 0) + 1
+            return timing
+
+    async def _load(self, snapshot: WeightSnapshot, begun: float, step: _Step) -> UpdateTiming:
+        due = self._since_verified is None or self._since_verified + 1 >= self._publish.verify_every
+        check_names(self._weight_names, snapshot.manifest["tensors"], what=f"{self.name}, version {snapshot.version}")
+        update = await self._prepare_transfer(snapshot)
+        paused_at = time.monotonic()
+        await self._apply(update, snapshot.version, step)
+        if due:
+            await self._compare(update)
+            self._settled.clear()
+        await self._engine.resume_generation()
+        resumed_at = time.monotonic()
+        nats = await self._probe(snapshot) if due else None
+        return UpdateTiming(resumed_at - paused_at, time.monotonic() - begun, verified=due, probe_nats=nats)
+
+    async def _verify_held(self, snapshot: WeightSnapshot, begun: float) -> UpdateTiming:
+        self._settled.clear()
+        update = await self._prepare_transfer(snapshot)
+        stood_at = time.monotonic()
+        # The engine process does one thing at a time: it generates nothing while it compares.
+        await self._compare(update)
+        stood_s = time.monotonic() - stood_at
+        nats = await self._probe(snapshot)
+        return UpdateTiming(stood_s, time.monotonic() - begun, verified=True, probe_nats=nats)
 
     async def _prepare_transfer(self, snapshot: WeightSnapshot) -> dict[str, Any]:
-        """Everything that can be done while generation runs; returns the backend's update info."""
+        """Everything that can be done while generation runs, the bytes' checksums too; returns the backend's info."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if self._publish.backend == "nccl":
@@ -276,29 +330,74 @@ class RolloutWorker(Health):
             update = nccl_update_info(snapshot.manifest)
         else:
             init_info = {"names": self._weight_names}
-            path = await asyncio.to_thread(_materialise, snapshot)
-            update = {"path": str(path), "tensors": {k: dict(v) for k, v in snapshot.manifest["tensors"].items()}}
-        if not self._transfer_ready:
+            entries = {name: dict(entry) for name, entry in snapshot.manifest["tensors"].items()}
+            path = await asyncio.to_thread(_fetch_checked, snapshot, entries)
+            update = {"path": str(path), "tensors": entries}
+        if init_info != self._joined:
+            if self._joined is not None:
+                self._joined = None
+                await self._engine.shutdown_weight_transfer_engine()
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-            self._transfer_ready = True
+            self._joined = init_info
         return update
 
-    async def _apply(self, update: dict[str, Any], version: int) -> None:
+    async def _apply(self, update: dict[str, Any], version: int, step: _Step) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         recompute = self._publish.kv_cache == "recompute"
         await self._engine.pause_generation(mode="keep", clear_cache=recompute)
+        step.open = True
         await self._engine.start_weight_update()
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self._engine.finish_weight_update(weight_version=str(version))
+        step.open = False
         if recompute and not await self._engine.reset_prefix_cache():
             raise RuntimeError(f"{self.name}: the engine could not drop its KV cache of older weights")
 
-    async def _fence(self, reason: str, engine_touched: bool) -> None:
+    async def _compare(self, update: dict[str, Any]) -> None:
+        """Raises WeightMismatch (as the engine wraps it) when anything held differs. A broadcast left nothing to
+        compare with: there the probe alone judges."""
+        if "path" in update:
+            await self._engine.collective_rpc("verify_weights", args=(update["path"], update["tensors"]))
+
+    async def _probe(self, snapshot: WeightSnapshot) -> float | None:
+        entry = snapshot.manifest.get("probe")
+        if entry is None:
+            return None
+        scored = await asyncio.gather(
+            *(
+                self._prompt_logprobs(ids[: self._max_model_len - 1], number, snapshot.version)
+                for number, ids in enumerate(entry["sequences"])
+            )
+        )
+        nats = logprob_probe.check(
+            entry, scored, worker=self.name, version=snapshot.version, tolerance=self._probe_tolerance
+        )
+        logger.info("%s holds version %d: %.4f nats a token from the learner", self.name, snapshot.version, nats)
+        return nats
+
+    async def _prompt_logprobs(self, ids: Sequence[int], number: int, version: int) -> Floats:
+        """Log-probs of all ids but the first at temperature 1, nats, before every other request that waits."""
+        from vllm import SamplingParams, TokensPrompt
+
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._probes += 1
+        final = None
+        async for output in self._engine.generate(
+            TokensPrompt(prompt_token_ids=list(ids)), params, f"probe {version}/{number}/{self._probes}", priority=-1
+        ):
+            final = output
+        if final is None or final.prompt_logprobs is None:
+            raise RuntimeError(f"{self.name}: the engine returned no log-probs for the probe")
+        scored = zip(ids[1:], final.prompt_logprobs[1:], strict=True)
+        return np.array([entry[token].logprob for token, entry in scored], dtype=np.float32)
+
+    async def _fence(self, reason: str, update_open: bool) -> None:
         self._fenced = reason
+        self._since_verified = None
         logger.error("%s is fenced: %s", self.name, reason)
         try:
-            if engine_touched:
+            if update_open:
                 await self._engine.collective_rpc("abandon_weight_update")
             # Leaves the engine paused; the aborted requests end their generate calls with WorkerFenced.
             await self._engine.pause_generation(mode="abort", clear_cache=True)
@@ -327,6 +426,19 @@ def _sampled_logprobs(flat: Any, token_ids: np.ndarray) -> np.ndarray:
     if not np.array_equal(np.asarray(flat.token_ids)[starts], token_ids):
         raise RuntimeError("the engine's log-probs belong to other tokens than it sampled")
     return np.asarray(flat.logprobs, dtype=np.float32)[starts]
+
+
+def _fetch_checked(snapshot: WeightSnapshot, entries: dict[str, dict[str, Any]]) -> Path:
+    """Path of the snapshot on this node, every byte of it held against the learner's checksums.
+
+    Raises:
+        WeightMismatch: it differs. FileNotFoundError: it is gone.
+    """
+    from actors.snapshot_file import check_snapshot
+
+    path = _materialise(snapshot)
+    check_snapshot(path, entries)
+    return path
 
 
 def _materialise(snapshot: WeightSnapshot) -> Path:

@@ -31,6 +31,7 @@ from ray.exceptions import (
 )
 
 from actors.health import Pulse
+from rlhf_cluster.causes import death_cause, first_line
 from rlhf_cluster.protocols import WorkerFailed
 from rlhf_cluster.supervision import Life
 from rlhf_cluster.watchdog import Wait
@@ -183,21 +184,6 @@ def stacks_from_outside(pid: int, timeout_s: float = _STACKS_TIMEOUT_S) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"py-spy gave nothing: {error}"
     return done.stdout or f"py-spy gave nothing: {done.stderr.strip()}"
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def death_cause(error: BaseException) -> str:
-    """One line: how the actor died. A constructor that raised is told by its own error."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
-    if "creation task" in lines[0]:
-        return lines[-1]
-    # Ray's first line says only that it died; what it knows of the reason follows, before a list of guesses.
-    why = next((line for line in lines if line.startswith("The actor is dead because")), lines[0])
-    process = next((f" ({line})" for line in lines if line.startswith("pid:")), "")
-    return f"{type(error).__name__}{process}: {why.partition(' Some common causes')[0]}"
 
 
 def _cancel(reference: Any) -> None:

@@ -2,7 +2,8 @@
 
 vLLM imports this module in every engine process because ``engine_arguments`` names ``WeightReceiverExtension`` as the
 worker extension; importing it registers the backend. The learner writes one safetensors file a node (in /dev/shm on
-CPU); each engine maps it, checks it against the manifest, and loads it through ``model.load_weights``.
+CPU); the worker checks its bytes while the engine still generates; each engine process maps it and loads it through
+``model.load_weights``, and from time to time holds everything it computes with against it (``held_weights``).
 
 An update does all its work in ``update_weights`` and leaves ``start``/``finish`` without effects, because vLLM can
 begin a new update after a failed ``update_weights`` but not after a failed ``finish_weight_update``.
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from rlhf_cluster.weight_manifest import WeightMismatch, check_names, check_tensor
+from actors.held_weights import differing_parameters
+from actors.snapshot_file import map_snapshot
+from rlhf_cluster.weight_manifest import WeightMismatch, check_names
 
 BACKEND = "shared_memory"
 _PR_SET_PDEATHSIG = 1
@@ -47,9 +50,9 @@ class SnapshotUpdateInfo(WeightTransferUpdateInfo):
 class SnapshotReceiver(WeightTransferEngine[SnapshotInitInfo, SnapshotUpdateInfo]):
     """Loads one verified snapshot file into the running model.
 
-    Nothing is written to the model before every name, shape, dtype and checksum of the file has been checked, so an
-    update that is refused leaves the old weights serving-ready; only an error inside the load itself leaves the model
-    undefined, and the worker is fenced in both cases.
+    Nothing is written to the model before every name, shape and dtype of the file has been checked, and its bytes have
+    been by the worker: an update that is refused leaves the old weights serving-ready. Only an error inside the load
+    itself leaves the model undefined, and the worker is fenced in both cases.
     """
 
     init_info_cls = SnapshotInitInfo
@@ -71,7 +74,7 @@ class SnapshotReceiver(WeightTransferEngine[SnapshotInitInfo, SnapshotUpdateInfo
         pass
 
     def receive_weights(self, update_info: SnapshotUpdateInfo) -> None:
-        """Verify the file, load it, and cure what a reload leaves stale.
+        """Load the file and cure what a reload leaves stale.
 
         Raises:
             WeightMismatch: the file differs from its manifest, or its names from the model's.
@@ -79,7 +82,7 @@ class SnapshotReceiver(WeightTransferEngine[SnapshotInitInfo, SnapshotUpdateInfo
         if self._names is None:
             raise RuntimeError("an update arrived before init_weight_transfer_engine told the expected weight names")
         check_names(self._names, update_info.tensors, what=f"weight update {update_info.path}")
-        tensors = read_verified(update_info)
+        tensors = map_snapshot(update_info.path, update_info.tensors)
 
         parameters = {name for name, _ in self.model.named_parameters()}
         initialize_layerwise_reload(self.model)
@@ -91,23 +94,6 @@ class SnapshotReceiver(WeightTransferEngine[SnapshotInitInfo, SnapshotUpdateInfo
         repack_tied_head(self.model)
         if loaded is not None and (unloaded := parameters - loaded - tied_head_names(self.model)):
             raise WeightMismatch(f"weight update left {len(unloaded)} parameters unloaded: {sorted(unloaded)[:5]}")
-
-
-def read_verified(update_info: SnapshotUpdateInfo) -> dict[str, torch.Tensor]:
-    """Map the snapshot and check every tensor against the manifest. The tensors share the file's pages.
-
-    Raises:
-        WeightMismatch: names, dtype, shape or bytes differ.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    with safe_open(update_info.path, framework="pt", device="cpu") as file:
-        check_names(update_info.tensors, file.keys(), what=f"snapshot {update_info.path} against its manifest")
-        for name in file.keys():  # noqa: SIM118 - a safetensors file is no dict
-            tensor = file.get_tensor(name)
-            raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            check_tensor(name, update_info.tensors[name], str(tensor.dtype).removeprefix("torch."), tensor.shape, raw)
-            tensors[name] = tensor
-    return tensors
 
 
 def _heads_and_embeddings(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -148,6 +134,18 @@ def tied_head_names(model: torch.nn.Module) -> set[str]:
 
 class WeightReceiverExtension:
     """Mixed into vLLM's worker class; its methods are called through ``collective_rpc``."""
+
+    def verify_weights(self, path: str, tensors: dict[str, dict[str, Any]]) -> None:
+        """Compare everything that this process computes with to the snapshot, to the bit; changes nothing.
+
+        Raises:
+            WeightMismatch: naming the parameters that differ in any copy, packed and tied ones included.
+        """
+        worker: Any = self
+        with set_current_vllm_config(worker.vllm_config):
+            wrong = differing_parameters(worker.weight_transfer_engine.model, map_snapshot(path, tensors))
+        if wrong:
+            raise WeightMismatch(f"{len(wrong)} parameters held differ from snapshot {path}: {wrong[:5]}")
 
     def abandon_weight_update(self) -> None:
         """Close an update that failed under any backend, so that the next one starts from a clean state.

@@ -1,7 +1,10 @@
 """The learner's side of ``publish.backend: nccl``: vLLM's trainer engine, opened in learner rank 0's process.
 
-    driver -- NcclBroadcast (picklable, opaque to the learner) --> rank 0: connect() once, then send(weights) a version
+    driver -- NcclBroadcast (picklable, opaque to the learner) --> rank 0: connect() once a group, then send a version
     rank 0 ======== NCCL group: engine GPUs are ranks 1.. in slot order ========> vLLM's NCCLWeightTransferEngine
+
+A group is formed for the workers that are alive and never changes: when one dies or comes back the next group meets at
+a new port with another world size, and the old one is left (``rlhf_cluster.broadcast_sink``).
 
 ``launch`` hands a ``NcclBroadcast`` to the learner, which knows it as ``protocols.WeightBroadcast`` only. torch and
 vllm are imported inside ``connect``: importing this module on the driver costs nothing.
@@ -9,7 +12,7 @@ vllm are imported inside ``connect``: importing this module on the driver costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,38 +26,42 @@ _BUFFERS = 2
 
 @dataclass(frozen=True, slots=True)
 class NcclBroadcast:
-    """Implements ``protocols.WeightBroadcast``. ``world_size``: the sender and every engine GPU."""
+    """Implements ``protocols.WeightBroadcast`` for ``workers`` engines of ``tensor_parallel`` GPUs each."""
 
-    world_size: int
+    workers: int
+    tensor_parallel: int
 
     @classmethod
     def from_config(cls, config: Config) -> NcclBroadcast | None:
         """None when the configuration publishes another way."""
         if config.publish.backend != "nccl":
             return None
-        return cls(world_size=1 + config.rollout.workers * config.rollout.engine.tensor_parallel)
+        return cls(config.rollout.workers, config.rollout.engine.tensor_parallel)
 
-    def transport(self, host: str, port: int) -> dict[str, Any]:
-        """``{"nccl": ...}``: the fields that vLLM's init infos of both sides share, so that they cannot disagree."""
+    def transport(self, host: str, port: int, members: Sequence[int] | None = None) -> dict[str, Any]:
+        """``"nccl"``: the fields that vLLM's init infos of both sides share, so that they cannot disagree.
+        ``"members"``: the worker slots of the group in rank order. Rank 0 is the sender, then come every member's GPUs.
+
+        Raises:
+            ValueError: a group without a worker.
+        """
+        slots = sorted(range(self.workers) if members is None else members)
+        if not slots:
+            raise ValueError("a transfer group needs at least one rollout worker")
         return {
+            "members": slots,
             "nccl": {
                 "master_address": host,
                 "master_port": port,
-                "world_size": self.world_size,
+                "world_size": 1 + len(slots) * self.tensor_parallel,
                 "packed": True,
                 "packed_buffer_size_bytes": _BUFFER_BYTES,
                 "packed_num_buffers": _BUFFERS,
-            }
+            },
         }
 
-    def connect(
-        self, transport: Mapping[str, Any], manifest: Mapping[str, Any]
-    ) -> Callable[[Iterator[tuple[str, Any]]], None]:
-        """Meet the engines on the current CUDA device; blocks until all have come (vLLM gives up after 300 s).
-
-        The returned ``send`` broadcasts one version and returns when its bytes have left. It raises ValueError when a
-        weight is not the next one of ``manifest``.
-        """
+    def connect(self, transport: Mapping[str, Any], manifest: Mapping[str, Any]) -> _Channel:
+        """Meet the engines on the current CUDA device; blocks until all have come (vLLM gives up after 300 s)."""
         import torch
         from vllm.distributed.weight_transfer import ParamMeta, WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -69,14 +76,28 @@ class NcclBroadcast:
         engine = WeightTransferTrainerFactory.trainer_init(
             NCCLTrainerInitInfo(**transport["nccl"], rank=0), client=_DriverCallsTheWorkers(), source=source
         )
+        # The optimizer wrote the weights on another stream than the packer's.
+        return _Channel(engine, source, before_sending=torch.cuda.synchronize)
 
-        def send(weights: Iterator[tuple[str, Any]]) -> None:
-            source.weights = weights
-            # The optimizer wrote the weights on another stream than the packer's.
-            torch.cuda.synchronize()
-            engine.send_weights()
 
-        return send
+class _Channel:
+    """Implements ``protocols.WeightChannel`` over vLLM's trainer engine."""
+
+    def __init__(self, engine: Any, source: _Weights, before_sending: Callable[[], None]) -> None:
+        self._engine, self._source, self._before_sending = engine, source, before_sending
+
+    def __call__(self, weights: Iterator[tuple[str, Any]]) -> None:
+        """Broadcast one version; returns when its bytes have left.
+
+        Raises:
+            ValueError: a weight is not the next one of the manifest.
+        """
+        self._source.weights = weights
+        self._before_sending()
+        self._engine.send_weights()
+
+    def close(self) -> None:
+        self._engine.shutdown()
 
 
 class _Weights:

@@ -110,7 +110,7 @@ class LearnerRank:
     def announce(self) -> WeightSnapshot:
         """What ``broadcast`` will send, without sending or writing anything. Not collective."""
         version = self.version
-        return WeightSnapshot(version, self._publisher.path(version), self._broadcaster.manifest(version))
+        return WeightSnapshot(version, self._publisher.path(version), self._broadcaster.announcement(version))
 
     def broadcast(self, version: int, broadcast: WeightBroadcast, transport: Mapping[str, Any]) -> None:
         """Send the live policy weights to the engines, from rank 0.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import glob
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ import numpy as np
 import ray
 
 from learner.spec import LearnerSpec
+from rlhf_cluster.causes import death_cause
 from rlhf_cluster.protocols import LearnerLost, WeightBroadcast, WeightSnapshot
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 
@@ -80,6 +82,13 @@ class RankActor:
 
     def setup(self, spec: LearnerSpec, host: str, port: int) -> str:
         """Join the group and load the models; returns this node's id."""
+        if self._rank == 0:
+            remove_stale_snapshots(spec.snapshot_dir)
+        self._learner = self.build(spec, host, port)
+        return ray.get_runtime_context().get_node_id()
+
+    def build(self, spec: LearnerSpec, host: str, port: int) -> LearnerRank:
+        """The rank that this process holds, connected to its peers."""
         import torch
 
         from learner.engine import init_distributed
@@ -95,8 +104,7 @@ class RankActor:
             port=port,
             timeout_s=spec.learner.timeout_s,
         )
-        self._learner = LearnerRank(spec, rank=self._rank, world_size=self._world_size)
-        return ray.get_runtime_context().get_node_id()
+        return LearnerRank(spec, rank=self._rank, world_size=self._world_size)
 
     def train(self, batch: TrainBatch) -> UpdateResult:
         result = self._ready().train(batch)
@@ -161,6 +169,7 @@ class LearnerGroup:
         actor_options: Ray actor options of each rank (resources, scheduling strategy, runtime_env), one entry a rank.
         start_timeout_s: seconds for all ranks to come up; every other call has ``spec.learner.timeout_s``.
         weight_broadcast: how rank 0 sends weights straight to the engines; None: snapshots are written.
+        rank_class: the class that becomes each actor; tests put a rank without torch here.
 
     Raises:
         ValueError: not one entry of options a rank.
@@ -173,6 +182,7 @@ class LearnerGroup:
         actor_options: Sequence[Mapping[str, Any]],
         start_timeout_s: float,
         weight_broadcast: WeightBroadcast | None = None,
+        rank_class: type[RankActor] = RankActor,
     ) -> None:
         if len(actor_options) != spec.learner.ranks:
             raise ValueError(
@@ -185,8 +195,10 @@ class LearnerGroup:
         self._node_id = ""
         self._version = 0
         self._weight_broadcast = weight_broadcast
+        self._rank_class = rank_class
         self._transport: Mapping[str, Any] | None = None
         self._publication: asyncio.Future[Any] | None = None
+        self._training = False
 
     @property
     def version(self) -> int:
@@ -198,7 +210,7 @@ class LearnerGroup:
         Raises:
             LearnerFailed, TimeoutError: naming the rank.
         """
-        remote = ray.remote(concurrency_groups={"health": 1})(RankActor)
+        remote = ray.remote(concurrency_groups={"health": 1})(self._rank_class)
         size = self._spec.learner.ranks
         self._actors = [
             remote.options(**options).remote(rank, size, self._spec.learner.cpu_threads)
@@ -219,7 +231,11 @@ class LearnerGroup:
             LearnerFailed, TimeoutError: naming the rank.
         """
         await self._published()
-        results = await self._watched(self._call("train", ray.put(batch)))
+        self._training = True
+        try:
+            results = await self._watched(self._call("train", ray.put(batch)))
+        finally:
+            self._training = False
         versions = {result.version for result in results}
         if len(versions) != 1:
             raise LearnerFailed(f"learner ranks disagree on the version after a step: {sorted(versions)}")
@@ -250,6 +266,11 @@ class LearnerGroup:
             LearnerFailed, TimeoutError: naming the rank.
         """
         await self._call("broadcast", version, self._weight_broadcast, self._transport, timeout_s=timeout_s)
+
+    @property
+    def training(self) -> bool:
+        """Whether the live weights are changing now."""
+        return self._training
 
     def hold_for(self, publication: asyncio.Future[Any]) -> None:
         """Do not train or save before ``publication``, which reads the live weights, is over; raise what it raised."""
@@ -334,14 +355,28 @@ class LearnerGroup:
             elif task.exception() is not None:
                 logger.warning("a learner rank could not print its stacks: %s", task.exception())
 
+    async def regroup(self, members: Sequence[int]) -> Mapping[str, Any]:
+        """Form another transfer group, of rank 0 and the rollout workers in ``members``, for the next ``broadcast``;
+        returns what tells the workers where to meet it.
+
+        Raises:
+            LearnerFailed, TimeoutError: naming the rank. ValueError: no member, or nothing to broadcast with.
+        """
+        if self._weight_broadcast is None:
+            raise ValueError("this learner writes snapshots and broadcasts nothing")
+        return await self._meet(self._weight_broadcast, members)
+
+    async def _meet(self, broadcast: WeightBroadcast, members: Sequence[int] | None) -> Mapping[str, Any]:
+        meeting = self._actors[0].address.remote(not _several_nodes())
+        host, port = (await _answers({0: meeting}, "address", self._spec.learner.timeout_s))[0]
+        self._transport = transport = broadcast.transport(host, port, members)
+        return transport
+
     async def _announce(self, broadcast: WeightBroadcast) -> WeightSnapshot:
         rank_0, timeout_s = self._actors[0], self._spec.learner.timeout_s
-        if self._transport is None:
-            meeting = rank_0.address.remote(not _several_nodes())
-            host, port = (await _answers({0: meeting}, "address", timeout_s))[0]
-            self._transport = broadcast.transport(host, port)
+        transport = self._transport or await self._meet(broadcast, None)
         snapshot: WeightSnapshot = (await _answers({0: rank_0.announce.remote()}, "announce", timeout_s))[0]
-        return replace(snapshot, transport=self._transport)
+        return replace(snapshot, transport=transport)
 
     async def _published(self) -> None:
         if self._publication is None:
@@ -375,6 +410,19 @@ async def _answers(refs: Mapping[int, Any], method: str, timeout_s: float) -> di
             task.cancel()
 
 
+def remove_stale_snapshots(folder: Path) -> None:
+    """Remove what dead drivers of the same run left beside ``folder``: weights that lie in memory for nobody.
+
+    Folders of one run are called ``NAME.TOKEN``, with a token a driver; only one driver of a run lives at a time.
+    """
+    if not folder.suffix:
+        return
+    for stale in folder.parent.glob(f"{glob.escape(folder.stem)}.*"):
+        if stale != folder:
+            logger.warning("removing %s: a driver that was killed left it", stale)
+            shutil.rmtree(stale, ignore_errors=True)
+
+
 def _return_free_memory() -> None:
     """Give freed pages back to the system. Batches differ in shape, and glibc keeps what the largest ones needed."""
     libc = ctypes.CDLL(None)
@@ -400,9 +448,11 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
         return 2 if any(mark in str(item[1]) for mark in _PEER_FAILURE_MARKS) else 1
 
     rank, error = min(errors.items(), key=weight)
-    # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
-    raised = getattr(error, "cause", None) or error
-    kind = LearnerDied if isinstance(error, ray.exceptions.RayActorError) else LearnerFailed
-    failure = kind(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
+    if isinstance(error, ray.exceptions.RayActorError):
+        failure: LearnerFailed = LearnerDied(f"learner rank {rank} failed in {method!r}: {death_cause(error)}")
+    else:
+        # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
+        raised = getattr(error, "cause", None) or error
+        failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
     failure.__cause__ = error
     return failure

@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import deepspeed
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from learner.engine import TrainEngine
-from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
+from learner.models import collate
+from rlhf_cluster.diagnosis import logprob_probe
+from rlhf_cluster.protocols import WeightBroadcast, WeightChannel, WeightSnapshot
 from rlhf_cluster.weight_manifest import tensor_entry
 
 BUCKET_BYTES = 256 * 2**20
@@ -44,10 +47,7 @@ def iterate_weights(engine: TrainEngine, *, bucket_bytes: int = BUCKET_BYTES) ->
     Raises:
         RuntimeError: between two micro-batches, when gathering would disturb the gradients of ZeRO-3.
     """
-    if engine.accumulating:
-        raise RuntimeError(
-            f"the {engine.name} weights were asked for in the middle of gradient accumulation; ask after the step"
-        )
+    _refuse_mid_accumulation(engine)
     for bucket in _buckets(engine, bucket_bytes):
         # Under stages 0 to 2 every rank holds whole weights and this does nothing.
         with deepspeed.zero.GatheredParameters([weight for _, weight in bucket], enabled=engine.zero_stage == 3):
@@ -71,7 +71,15 @@ class WeightPublisher:
             self._written = sorted(folder.glob("v*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
     def write(self, version: int) -> WeightSnapshot | None:
-        """Write the current weights as ``version``: rank 0 returns the snapshot, the others None. Collective."""
+        """Write the current weights as ``version``: rank 0 returns the snapshot, the others None. Collective.
+
+        The manifest carries checksums and the learner's answers to the log-prob probe.
+
+        Raises:
+            RuntimeError: between two micro-batches of a step.
+        """
+        _refuse_mid_accumulation(self._engine)
+        probe = probe_entry(self._engine)
         if self._rank != 0:
             for _ in iterate_weights(self._engine):
                 pass
@@ -86,7 +94,7 @@ class WeightPublisher:
         finally:
             partial.unlink(missing_ok=True)
         self._keep(path)
-        return WeightSnapshot(version, path, {"version": version, "tensors": entries})
+        return WeightSnapshot(version, path, {"version": version, "tensors": entries, "probe": probe})
 
     def path(self, version: int) -> Path:
         return self._folder / f"v{version}.safetensors"
@@ -125,12 +133,13 @@ class WeightPublisher:
 
 
 class WeightBroadcaster:
-    """Sends the live weights from rank 0 to the engines instead of writing them; connects once, at the first."""
+    """Sends the live weights from rank 0 to the engines instead of writing them; connects once a transfer group."""
 
     def __init__(self, engine: TrainEngine, *, rank: int) -> None:
         self._engine = engine
         self._rank = rank
-        self._send: Callable[[Iterator[tuple[str, Tensor]]], None] | None = None
+        self._channel: WeightChannel | None = None
+        self._group: Mapping[str, Any] = {}
 
     def manifest(self, version: int) -> dict[str, Any]:
         """Names, dtypes and shapes in the order of ``send``, without checksums. Not collective."""
@@ -140,20 +149,46 @@ class WeightBroadcaster:
         }
         return {"version": version, "tensors": tensors}
 
+    def announcement(self, version: int) -> dict[str, Any]:
+        """``manifest``, and the log-prob probe where one rank can answer it alone (not with sharded weights)."""
+        probe = {} if self._engine.zero_stage == 3 else {"probe": probe_entry(self._engine)}
+        return {**self.manifest(version), **probe}
+
     def send(self, version: int, broadcast: WeightBroadcast, transport: Mapping[str, Any]) -> None:
         """Rank 0 sends every weight while the other ranks take part in the gathering. Collective."""
         if self._rank != 0:
             for _ in iterate_weights(self._engine):
                 pass
             return
-        if self._send is None:
-            self._send = broadcast.connect(transport, self.manifest(version))
-        self._send(iterate_weights(self._engine))
+        if self._channel is None or transport != self._group:
+            if self._channel is not None:
+                channel, self._channel = self._channel, None
+                channel.close()
+            self._channel = broadcast.connect(transport, self.manifest(version))
+            self._group = transport
+        self._channel(iterate_weights(self._engine))
+
+
+def probe_entry(engine: TrainEngine) -> dict[str, Any]:
+    """``manifest["probe"]`` under the current weights (``diagnosis.logprob_probe``). Collective."""
+    probed = logprob_probe.sequences(hugging_face_model(engine).config.get_text_config().vocab_size)
+    rows = [(np.array(ids[:1], np.int32), np.array(ids[1:], np.int32)) for ids in probed]
+    inputs = collate(rows, next(engine.module.parameters()).device, packed=engine.module.packed)
+    with torch.no_grad():
+        logprobs = engine(inputs, temperature=1.0).logprobs
+    return logprob_probe.manifest_entry(probed, [row.float().cpu().numpy() for row in logprobs])
 
 
 def hugging_face_model(engine: TrainEngine) -> Any:
     """The Hugging Face model inside the engine's forward wrapper."""
     return engine.module.model
+
+
+def _refuse_mid_accumulation(engine: TrainEngine) -> None:
+    if engine.accumulating:
+        raise RuntimeError(
+            f"the {engine.name} weights were asked for in the middle of gradient accumulation; ask after the step"
+        )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

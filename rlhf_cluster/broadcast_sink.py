@@ -2,38 +2,65 @@
 
     learner.broadcast(version) --- rank 0 ==(one collective)==> engines --- workers.publish(snapshot)
 
-A collective needs every party. When one fails, the others may be stuck in it and the group cannot be used again, so a
-publication that any party missed fences all workers and ends the run; it goes on from the newest checkpoint.
+A collective needs every party and cannot be joined later, so it lives in a *transfer group* whose members never change:
+
+    whoever lives is not the group  -> regroup: new rendezvous, next world size; then broadcast
+    a worker failed, not the sender -> it is fenced or replaced; the others serve; the next publication regroups
+    the sender failed or hangs      -> all are fenced, those in the collective replaced; ``SenderLost``: the learner is
+                                       rebuilt and meets a new group
+    a worker came back              -> it waits, fenced; if the learner does not train, its version is broadcast again
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
-from rlhf_cluster.protocols import PublishReport, WeightSink, WeightSnapshot, WorkerStatus
+from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSink, WeightSnapshot
+
+log = logging.getLogger(__name__)
 
 # Who failed first may be heard last: both sides notice at the same deadline.
 _SECONDS_FOR_THE_OTHER_SIDE = 3.0
 
 
-class PublicationFailed(RuntimeError):
-    """A version did not reach every worker; the message names each party that failed, and how."""
+class SenderLost(LearnerLost):
+    """The learner could not send a version; the message names each party that failed, and how."""
 
 
 class Receivers(WeightSink, Protocol):
     """The rollout workers."""
 
-    def status(self) -> Sequence[WorkerStatus]: ...
+    def receivers(self) -> Mapping[int, int]:
+        """Slot -> incarnation of every worker that can be in a group: alive, fenced or not."""
+        ...
+
+    async def until_waiting(self) -> None:
+        """Until a worker is alive and fenced. Raises when every worker is down for good."""
+        ...
 
     def fence(self) -> None:
-        """Send no more work to any worker."""
+        """Send no more work to any worker, and replace those that are in the middle of an update."""
         ...
 
 
 class Sender(Protocol):
     """The learner."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def training(self) -> bool:
+        """Whether the live weights are changing now."""
+        ...
+
+    async def regroup(self, members: Sequence[int]) -> Mapping[str, Any]:
+        """Form another group for the next ``broadcast``; returns the transport that tells workers where to meet."""
+        ...
 
     async def broadcast(self, version: int, *, timeout_s: float) -> None:
         """Send the live weights. Raises TimeoutError or another error that names the rank."""
@@ -51,47 +78,89 @@ class BroadcastSink:
         self._workers = workers
         self._learner = learner
         self._timeout_s = timeout_s
+        self._members: Mapping[int, int] = {}
+        """Slot -> incarnation in the group; empty when the next publication has to form one."""
+        self._transport: Mapping[str, Any] = {}
+        self._one_at_a_time = asyncio.Lock()
+        self._readmitting: asyncio.Task[None] | None = None
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
-        """Run the workers' updates and the learner's broadcast side by side; every worker serves the version after it.
+        """Run the workers' updates and the learner's broadcast side by side.
+
+        When every worker died in it, those that come back get the same version.
 
         Raises:
-            PublicationFailed: naming every party that is down, failed or missed its deadline.
+            SenderLost: naming every party that failed or missed its deadline. Or what says that no worker is left.
         """
-        publication = asyncio.ensure_future(self._publish(snapshot))
+        if self._readmitting is not None:
+            self._readmitting.cancel()
+        report = await self._held(snapshot)
+        self._readmitting = asyncio.ensure_future(self._readmit(snapshot))
+        self._readmitting.add_done_callback(_log_failure)
+        return report
+
+    async def _held(self, snapshot: WeightSnapshot) -> PublishReport:
+        publication = asyncio.ensure_future(self._until_applied(snapshot))
         self._learner.hold_for(publication)
         return await publication
 
-    async def _publish(self, snapshot: WeightSnapshot) -> PublishReport:
-        down = [f"rollout worker {status.index}" for status in self._workers.status() if not status.up]
-        if down:
-            raise _failure(snapshot.version, [f"{name} is down or fenced" for name in down])
+    async def _readmit(self, snapshot: WeightSnapshot) -> None:
+        """Broadcast the version again for workers that come back; the next publication takes over from here."""
+        while True:
+            await self._workers.until_waiting()
+            if self._learner.training or self._learner.version != snapshot.version:
+                return
+            report = await asyncio.shield(asyncio.ensure_future(self._held(snapshot)))
+            log.info("version %d was broadcast again: workers %s serve it", report.version, list(report.applied))
+            if report.failed:
+                return
+
+    async def _until_applied(self, snapshot: WeightSnapshot) -> PublishReport:
+        async with self._one_at_a_time:
+            while True:
+                if not self._workers.receivers():
+                    await self._workers.until_waiting()
+                report = await self._once(snapshot)
+                # Workers that live and refused would refuse again.
+                if report.applied or self._workers.receivers():
+                    return report
+
+    async def _once(self, snapshot: WeightSnapshot) -> PublishReport:
+        members = dict(self._workers.receivers())
+        # A learner that was rebuilt knows nothing of the group that the one before it was in.
+        if members != self._members or snapshot.transport != self._transport:
+            self._members = {}
+            self._transport = await self._learner.regroup(sorted(members))
+            self._members = members
+            log.info("transfer group of workers %s, for version %d", sorted(members), snapshot.version)
+        snapshot = replace(snapshot, transport=self._transport)
         sending = asyncio.ensure_future(self._learner.broadcast(snapshot.version, timeout_s=self._timeout_s))
-        receiving = asyncio.ensure_future(self._receive(snapshot))
-        sides = [receiving, sending]
+        receiving = asyncio.ensure_future(self._workers.publish(snapshot))
+        sides: list[asyncio.Future[Any]] = [receiving, sending]
         try:
             done, missing = await asyncio.wait(sides, return_when=asyncio.FIRST_EXCEPTION)
             failed = any(side.exception() is not None for side in done)
             if failed and missing:
                 await asyncio.wait(missing, timeout=_SECONDS_FOR_THE_OTHER_SIDE)
-            if failed:
+            errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
+            report = receiving.result() if receiving.done() and receiving.exception() is None else None
+            if errors or report is None or report.failed:
+                self._members = {}
+            if errors:
                 self._workers.fence()
-                errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
-                raise _failure(snapshot.version, [str(error) for error in errors]) from errors[0]
-            return receiving.result()
+                causes = [*(report.failed.values() if report is not None else ()), *(str(error) for error in errors)]
+                raise _failure(snapshot.version, causes) from errors[0]
+            assert report is not None
+            return report
         finally:
             for side in sides:
                 side.cancel()
 
-    async def _receive(self, snapshot: WeightSnapshot) -> PublishReport:
-        report = await self._workers.publish(snapshot)
-        if report.failed:
-            raise RuntimeError("; ".join(report.failed.values()))
-        return report
+
+def _log_failure(readmitting: asyncio.Task[None]) -> None:
+    if not readmitting.cancelled() and (error := readmitting.exception()) is not None:
+        log.warning("broadcasting the newest version again for workers that came back: %s", error)
 
 
-def _failure(version: int, causes: Sequence[str]) -> PublicationFailed:
-    return PublicationFailed(
-        f"version {version} did not reach every worker: {'; '.join(causes)}. The NCCL group cannot go on without a "
-        "member; resume from the newest checkpoint"
-    )
+def _failure(version: int, causes: Sequence[str]) -> SenderLost:
+    return SenderLost(f"version {version} could not be broadcast: {'; '.join(causes)}")

@@ -37,6 +37,11 @@ class RunConfig(Section):
     dir: str = Field("runs", min_length=1, description="Folder that holds run folders.")
     seed: NonNegativeInt = Field(0, description="Every other seed (workers, samples, shuffling) is derived from it.")
     steps: PositiveInt = Field(description="Learner steps (policy versions) to train.")
+    stop_grace_s: Positive = Field(
+        60.0,
+        description="Seconds after SIGTERM or SIGINT for the learner step in progress to end and be saved; then the "
+        "run ends with the newest checkpoint it has.",
+    )
 
 
 class ModelConfig(Section):
@@ -434,6 +439,17 @@ class PublishConfig(Section):
         "recompute", description="Whether unfinished requests recompute their KV cache under the new weights."
     )
     timeout_s: Positive = Field(300.0, description="Seconds an engine may take to apply an update before it is fenced.")
+    verify_every: PositiveInt = Field(
+        10,
+        description="Publications from one verification of everything an engine computes with (packed and tied copies "
+        "to the bit, and the log-prob probe) to the next. The first of a worker, and the one after a failed update, is "
+        "verified in any case; the bytes of a snapshot are checked every time.",
+    )
+    probe_tolerance_nats: Positive | None = Field(
+        None,
+        description="Mean |engine - learner| over the log-prob probe above which a worker is fenced, nats a token; "
+        "null: 0.01 in float32, 0.25 in bfloat16.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -1,11 +1,19 @@
-"""How a command ends: signals, the first cause of a failure, and the exit code that says it."""
+"""How a command ends: signals, the first cause of a failure, and the exit code that says it.
+
+guard(action)            any moment: SIGTERM raises Stopped, as SIGINT raises KeyboardInterrupt
+  run_async(body)        in the event loop: the first signal asks the run to end well, within a grace period
+  hold_signals()         around what must not be cut short: a signal waits until it is done
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from rlhf_cluster.config_io import ConfigError
@@ -18,8 +26,11 @@ log = logging.getLogger(__name__)
 REFUSED = (ConfigError, DataError, ChatTemplateError, PreflightError)
 
 
-class Stopped(Exception):
-    """A signal ended the run."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal ended the run. No Exception: no library that tolerates failures may swallow it."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
@@ -27,9 +38,10 @@ class Stopped(Exception):
 
 
 def guard(action: Callable[[], Any]) -> int:
-    """Run ``action`` and turn how it ends into an exit code and one readable message."""
+    """Run ``action`` and turn how it ends into an exit code and one readable message. In the main thread."""
     try:
-        action()
+        with _handling(stop_at_once, (signal.SIGTERM,)):
+            action()
     except REFUSED as error:
         print(f"error: {error}", flush=True)
         return 2
@@ -45,6 +57,31 @@ def guard(action: Callable[[], Any]) -> int:
     return 0
 
 
+def stop_at_once(number: int, frame: FrameType | None = None) -> None:
+    """A handler that ends the command where it stands: everything open is closed on the way out."""
+    raise Stopped(signal.Signals(number))
+
+
+@contextlib.contextmanager
+def hold_signals() -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM do nothing inside but join the list, first one first."""
+    held: list[signal.Signals] = []
+    with _handling(lambda number, frame: held.append(signal.Signals(number)), _SIGNALS):
+        yield held
+
+
+@contextlib.contextmanager
+def _handling(
+    handler: Callable[[int, FrameType | None], object], numbers: tuple[signal.Signals, ...]
+) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The exception that came first, out of exception groups."""
     while isinstance(error, BaseExceptionGroup):
@@ -57,44 +94,64 @@ _SAME_SIGNAL_S = 2.0
 
 
 class Signals:
-    """SIGINT and SIGTERM: the first asks the run to end after its step, a later one (not its echo) ends it at once."""
+    """SIGINT and SIGTERM: the first asks the run to end after its step, a later one (not its echo) ends it at once.
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    Args:
+        task: what is cancelled.
+        grace_s: seconds from the first signal after which the run is ended where it stands.
+    """
+
+    def __init__(self, task: asyncio.Task[Any], grace_s: float = math.inf) -> None:
         self.received: signal.Signals | None = None
         self.on_first: Callable[[], object] = self.cancel
+        self.expired = False
+        """Whether the grace period is over."""
         self._task = task
+        self._grace_s = grace_s
         self._received_at = 0.0
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._handle, number)
+        self._loop = asyncio.get_running_loop()
 
     def cancel(self) -> None:
         """End the run where it stands."""
         self._task.cancel()
 
+    def caught(self, number: int, frame: FrameType | None = None) -> None:
+        """The handler. Not the loop's own kind, which leaves the default behind when the loop closes."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run has ended
+            self._loop.call_soon_threadsafe(self._handle, signal.Signals(number))
+
     def _handle(self, number: signal.Signals) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if self.received is not None:
             if now - self._received_at >= _SAME_SIGNAL_S:
                 self._task.cancel()
             return
         self.received, self._received_at = number, now
+        if math.isfinite(self._grace_s):
+            self._loop.call_later(self._grace_s, self._expire)
         self.on_first()
 
+    def _expire(self) -> None:
+        assert self.received is not None
+        log.warning("%g s after %s the run has not ended; it ends now", self._grace_s, self.received.name)
+        self.expired = True
+        self._task.cancel()
 
-def run_async(body: Callable[[Signals], Any]) -> Any:
+
+def run_async(body: Callable[[Signals], Any], *, grace_s: float = math.inf) -> Any:
     """``asyncio.run(body(signals))``; a run that a signal ended raises ``Stopped``."""
 
     async def main() -> Any:
         task = asyncio.current_task()
         assert task is not None
-        signals = Signals(task)
-        try:
-            result = await body(signals)
-        except asyncio.CancelledError:
-            if signals.received is None:
-                raise
-            raise Stopped(signals.received) from None
+        signals = Signals(task, grace_s)
+        with _handling(signals.caught, _SIGNALS):
+            try:
+                result = await body(signals)
+            except asyncio.CancelledError:
+                if signals.received is None:
+                    raise
+                raise Stopped(signals.received) from None
         if signals.received is not None:
             raise Stopped(signals.received)
         return result

@@ -7,6 +7,7 @@ no training cursor, queue or generator state.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,15 @@ from typing import Any
 import numpy as np
 
 from rlhf_cluster.config import RolloutConfig
-from rlhf_cluster.protocols import Clock, Generator, RolloutRequest, Scorer, WorkerSlot
+from rlhf_cluster.protocols import Clock, Generator, RolloutRequest, Scorer, WorkerFailed, WorkerSlot
 from rlhf_cluster.seeds import derive_seed
 from rlhf_cluster.types import Prompt, Ratio, Rollout, Sampling, ScoredRollout
 
 _POLL_S = 0.05
+# Answers depend on seeds and weights alone, so asking again costs time and changes nothing.
+_ATTEMPTS = 3
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +109,28 @@ class Sampler:
         self._turn = asyncio.Lock()
 
     async def sample(self, prompt: Prompt, n: int, *, label: str) -> list[Rollout]:
-        """``n`` answers to ``prompt`` from the least busy worker; waits while every worker is full.
+        """``n`` answers to ``prompt`` from the least busy worker; waits while every worker is full or restarts.
 
         Raises:
-            WorkerFailed, TimeoutError: as ``Generator.generate``.
+            WorkerFailed, TimeoutError: three workers failed over it, or none came free.
         """
         sampling = tuple(
             Sampling(self._temperature, self._max_new_tokens, derive_seed(self._seed, label, prompt.prompt_id, index))
             for index in range(n)
         )
         request = RolloutRequest(f"{label}:{prompt.prompt_id}", 0, prompt, sampling)
-        async with self._turn:  # one dispatch at a time, so that the router counts each before the next choice
-            worker = await self._free_worker()
-            generation = asyncio.ensure_future(self._generator.generate(worker, request))
-            await asyncio.sleep(0)
-        return await generation
+        for left in reversed(range(_ATTEMPTS)):
+            async with self._turn:  # one dispatch at a time, so that the router counts each before the next choice
+                worker = await self._free_worker()
+                generation = asyncio.ensure_future(self._generator.generate(worker, request))
+                await asyncio.sleep(0)
+            try:
+                return await generation
+            except (WorkerFailed, TimeoutError) as error:
+                if not left:
+                    raise
+                log.warning("%s is asked again: rollout worker %d: %s", request.group_id, worker.index, error)
+        raise AssertionError("the last attempt returned or raised")
 
     async def _free_worker(self) -> WorkerSlot:
         deadline = self._clock.now() + self._timeout_s

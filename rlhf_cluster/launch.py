@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import ConfigError
 from rlhf_cluster.data.preferences import load_preferences
 from rlhf_cluster.diagnosis.preflight import PreflightError
-from rlhf_cluster.ending import Signals, run_async
+from rlhf_cluster.ending import Signals, Stopped, hold_signals, run_async
 from rlhf_cluster.evaluation import Sampler, evaluate
 from rlhf_cluster.inputs import read_inputs
 from rlhf_cluster.metrics.console import ConsoleView
@@ -45,6 +47,7 @@ def ray_session(config: Config) -> Iterator[None]:
 
     Raises:
         PreflightError: the actors want more CPUs, GPUs or memory than there are.
+        Stopped: a signal came while Ray started or ended; Ray is closed.
     """
     import ray
 
@@ -54,20 +57,46 @@ def ray_session(config: Config) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.cluster.address or os.environ.get("RAY_ADDRESS")
     wanted = placement.wanted(config)
+    where: dict[str, Any] = {"address": address}
     if address is None:
         # Logical CPUs only book actors in; on a small machine they share the real cores.
         cpus = max(os.cpu_count() or 1, placement.total(wanted).get("CPU", 0))
-        ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    else:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        where = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    late: list[signal.Signals] = []
     try:
+        _start_ray(where)
         try:
             placement.check_fits(wanted, ray.cluster_resources())
         except ValueError as error:
             raise PreflightError(str(error)) from None
         yield
     finally:
-        ray.shutdown()
+        with hold_signals() as late:
+            ray.shutdown()
+    if late:
+        raise Stopped(late[0])
+
+
+def _start_ray(where: Mapping[str, Any]) -> None:
+    """``ray.init``, which puts its own handler of SIGTERM in place: it closes what has started, and exits."""
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**where, log_to_driver=False, configure_logging=False)
+    except SystemExit:
+        raise Stopped(signal.SIGTERM) from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def snapshot_folder(config: Config) -> Path:
+    """A new folder in memory for the weights that this driver publishes: ``rlhf-NAME-RUN.DRIVER``.
+
+    The part before the dot is the same for every driver of a run folder, so that one finds what a dead one left.
+    """
+    run = hashlib.sha256(str((Path(config.run.dir) / config.run.name).resolve()).encode()).hexdigest()[:8]
+    return _SHARED_MEMORY / f"rlhf-{config.run.name}-{run}.{secrets.token_hex(4)}"
 
 
 class Fleet:
@@ -107,7 +136,7 @@ class Fleet:
         )
         weight_broadcast = NcclBroadcast.from_config(config)
         self.learner = LearnerGroup(
-            LearnerSpec.from_config(config, _SHARED_MEMORY / f"rlhf-{config.run.name}-{secrets.token_hex(4)}"),
+            LearnerSpec.from_config(config, snapshot_folder(config)),
             actor_options=[placement.learner_options(config)] * config.learner.ranks,
             start_timeout_s=timeout_s,
             weight_broadcast=weight_broadcast,
@@ -173,7 +202,10 @@ def train(config: Config, *, resume: str) -> None:
         run.read_checkpoint()
         view.phase("starting Ray")
         with ray_session(config):
-            run_async(lambda signals: run.run(signals, lambda on_event: Fleet(config, on_event=on_event)))
+            run_async(
+                lambda signals: run.run(signals, lambda on_event: Fleet(config, on_event=on_event)),
+                grace_s=config.run.stop_grace_s,
+            )
     finally:
         view.close()
 

@@ -7,7 +7,7 @@ raises ``TimeoutError`` naming the party it waited for, and never blocks for eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,17 +126,30 @@ class WeightSink(Protocol):
         ...
 
 
+class WeightChannel(Protocol):
+    """An open connection to the engines of one group, in learner rank 0's process."""
+
+    def __call__(self, weights: Iterator[tuple[str, Any]]) -> None:
+        """Send (name, tensor) of all weights, in the manifest's order."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; a new one can be met after it."""
+        ...
+
+
 class WeightBroadcast(Protocol):
     """How learner rank 0 sends weights straight to the engines; picklable, and opened in that rank's process."""
 
-    def transport(self, host: str, port: int) -> Mapping[str, Any]:
-        """The part of ``WeightSnapshot.transport`` that tells every party to meet at ``host:port``."""
+    def transport(self, host: str, port: int, members: Sequence[int] | None = None) -> Mapping[str, Any]:
+        """The part of ``WeightSnapshot.transport`` that tells every party to meet at ``host:port``.
+
+        ``members``: slots of the workers in the group; None: all that the configuration names.
+        """
         ...
 
-    def connect(
-        self, transport: Mapping[str, Any], manifest: Mapping[str, Any]
-    ) -> Callable[[Iterator[tuple[str, Any]]], None]:
-        """Meet the engines and return ``send``, which takes (name, tensor) of all weights in the manifest's order."""
+    def connect(self, transport: Mapping[str, Any], manifest: Mapping[str, Any]) -> WeightChannel:
+        """Meet the engines; what it returns sends to them until it is closed."""
         ...
 
 

@@ -31,7 +31,11 @@ class PublishedVersion:
         if version <= self.highest:
             return
         partial = self._path.with_suffix(".partial")
-        partial.write_text(f"{version}\n", encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(f"{version}\n")
+            file.flush()
+            # A power loss may take the newest number, but must not leave a file without one.
+            os.fsync(file.fileno())
         os.replace(partial, self._path)
         self.highest = version
 

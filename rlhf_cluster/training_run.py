@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ from rlhf_cluster.run_folder import PUBLISHED_VERSION, RunFolder
 from rlhf_cluster.supervision import Event
 from rlhf_cluster.types import TrainBatch
 from rlhf_cluster.watchdog import Wait, Watchdog, own_stacks
+
+log = logging.getLogger(__name__)
 
 _SELF_CHECK_PROMPTS = 4
 _SELF_CHECK_TOKENS = 24
@@ -129,9 +132,6 @@ class TrainingRun:
             try:
                 step = await self._prepare(fleet)
                 controller = await self._train(fleet, step, signals, self._sample_writer(stack))
-                view.phase("saving")
-                await self._save(fleet, controller.step)
-                await self._writer.finish()
                 # What follows can be done again from the checkpoint, so a signal ends it at once.
                 signals.on_first = signals.cancel
                 if not controller.stopped:
@@ -139,10 +139,12 @@ class TrainingRun:
                     await self._evaluate(fleet, "after")
                 view.phase("closing")
             finally:
-                # A set in the making is worth its last seconds; whatever ended the run stays the first cause.
-                with contextlib.suppress(CheckpointFailed):
-                    await self._writer.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
-                await fleet.close()
+                try:
+                    # A set in the making is worth its last seconds; whatever ended the run stays the first cause.
+                    with contextlib.suppress(CheckpointFailed):
+                        await self._writer.finish(timeout_s=0.0 if signals.expired else _SECONDS_FOR_THE_LAST_SET)
+                finally:
+                    await _close(fleet)
 
     def _open_recorder(self, stack: contextlib.ExitStack) -> MetricsRecorder:
         config = self._config.metrics
@@ -178,6 +180,7 @@ class TrainingRun:
                 self._view.phase("evaluating the untrained policy")
                 await self._evaluate(fleet, "before")
             await fleet.ready("rollout workers", "scorers", "learner")
+            await self._verify_start(fleet)
             step = 0
         else:
             step = await self._resume(fleet, self._folder.checkpoint, self._saved)
@@ -186,6 +189,8 @@ class TrainingRun:
 
     async def _resume(self, fleet: Fleet, checkpoint: Path, saved: Mapping[str, Any]) -> int:
         self._recorder.load_state_dict(saved["metrics"])
+        # The totals in a set were taken before its own save had ended.
+        self._recorder.checkpoint(saved=True)
         await fleet.ready("rollout workers", "scorers", "learner")
         self._view.phase("loading the checkpoint")
         await fleet.learner.load(checkpoint / run_state.LEARNER, version=self._queue.learner_version)
@@ -193,6 +198,12 @@ class TrainingRun:
         if fleet.learner.version > 0:
             await self._publish_restored(fleet)
         return self._saved_step
+
+    async def _verify_start(self, fleet: Fleet) -> None:
+        """Every worker must hold the learner's version 0, to the bit, before anything is sampled for training."""
+        report = await fleet.sink.publish(await fleet.learner.snapshot())
+        if report.failed:
+            raise RunFailed(f"rollout workers do not hold the learner's version 0: {dict(report.failed)}")
 
     async def _publish_restored(self, fleet: Fleet) -> None:
         snapshot = await fleet.learner.snapshot()
@@ -209,21 +220,34 @@ class TrainingRun:
         signals: Signals,
         on_batch: Callable[[int, TrainBatch], None] | None,
     ) -> Controller:
-        """Run the control loop to its end, with a new one each time the learner had to be rebuilt."""
+        """Run the control loop to its end and save, with a new one each time the learner had to be rebuilt."""
+        lost: LearnerLost | None = None
         while True:
-            controller = self._controller(fleet, step, on_batch)
-            signals.on_first = controller.stop
-            self._view.phase("training")
             try:
+                if lost is not None:
+                    signals.on_first = signals.cancel
+                    step = await self._rebuild_learner(fleet, lost)
+                controller = self._controller(fleet, step, on_batch)
+                signals.on_first = controller.stop
+                self._view.phase("training")
                 await run_beside(
                     controller.run(), self._control(fleet).serve(), self._watchdog(fleet, controller).run()
                 )
+                self._view.phase("saving")
+                await self._save(fleet, controller.step)
+                await self._writer.finish()
                 return controller
-            except LearnerLost as lost:
-                if controller.stopped or self._learner_restarts >= self._config.guardrails.max_learner_restarts:
+            except LearnerLost as error:
+                if signals.received is not None:
+                    # Whoever stops a whole cluster stops the learner too: no failure, and nothing to rebuild.
+                    self._view.message(
+                        f"stopped by {signals.received.name}; the learner is lost too ({error}), so the newest "
+                        "checkpoint stays what it is"
+                    )
+                    raise asyncio.CancelledError from error
+                if self._learner_restarts >= self._config.guardrails.max_learner_restarts:
                     raise
-                signals.on_first = signals.cancel
-                step = await self._rebuild_learner(fleet, lost)
+                lost = error
 
     def _control(self, fleet: Fleet) -> ControlServer:
         """What `rlhf scale` talks to."""
@@ -239,12 +263,14 @@ class TrainingRun:
             deadline_s=self._config.guardrails.no_progress_s,
             clock=self._clock,
             dump_stacks=dump_stacks,
+            on_look=self._recorder.no_progress,
         )
 
     def _member_event(self, event: Event) -> None:
         """A worker or scorer died, came back, was fenced or missed a heartbeat; the event itself is logged already."""
         if event.kind == "restart":
             self._recorder.restarted(event.role)
+        self._recorder.supervision_event(event.role, event.kind)
         if self._fleet is not None:
             self._recorder.workers(self._fleet.pool.status())
 
@@ -387,6 +413,14 @@ class TrainingRun:
             seed=self._config.run.seed,
             max_new_tokens=max_new_tokens,
         )
+
+
+async def _close(fleet: Fleet) -> None:
+    """What ended the run says more than what its parts say on their way out."""
+    try:
+        await fleet.close()
+    except Exception as error:
+        log.warning("closing: %s: %s", type(error).__name__, error)
 
 
 def _retention(config: CheckpointConfig) -> Retention:

@@ -46,6 +46,7 @@ class Watchdog:
         deadline_s: seconds without a change of ``progress`` after which the run is stuck.
         dump_stacks: name -> stacks of the parts that can be reached; it may hang or fail, the verdict stands.
         dump_s: seconds for ``dump_stacks``.
+        on_look: told at every look for how many seconds nothing has moved.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Watchdog:
         clock: Clock,
         dump_stacks: Callable[[], Awaitable[Mapping[str, str]]],
         dump_s: float = 30.0,
+        on_look: Callable[[float], None] = lambda idle_s: None,
     ) -> None:
         self._progress = progress
         self._waits = waits
@@ -64,6 +66,7 @@ class Watchdog:
         self._clock = clock
         self._dump_stacks = dump_stacks
         self._dump_s = dump_s
+        self._on_look = on_look
 
     async def run(self) -> None:
         """Look at ``progress`` some twenty times a deadline.
@@ -81,7 +84,8 @@ class Watchdog:
             current = self._progress()
             if current != seen:
                 seen, idle_s = current, 0.0
-            elif idle_s >= self._deadline_s:
+            self._on_look(idle_s)
+            if idle_s >= self._deadline_s:
                 raise await self._verdict(now)
 
     async def _verdict(self, now: float) -> NoProgress:

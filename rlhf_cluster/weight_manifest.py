@@ -1,8 +1,9 @@
 """What the learner promises about a weight snapshot and an engine checks before it serves it.
 
 A snapshot is one safetensors file; its manifest is ``{"version": int, "tensors": {name: {"dtype", "shape", "crc32"}}}``
-with dtypes spelt as torch spells them ("bfloat16"). The manifest of a broadcast has no checksums: its bytes never lie
-in host memory. No torch here: learner and actors share this file and nothing else.
+with dtypes spelt as torch spells them ("bfloat16"), and ``"probe"`` (``diagnosis.logprob_probe``). The manifest of a
+broadcast has no checksums: its bytes never lie in host memory. No torch here: learner and actors share this file and
+nothing else.
 """
 
 from __future__ import annotations
@@ -38,9 +39,14 @@ def check_names(expected: Iterable[str], found: Iterable[str], *, what: str) -> 
     raise WeightMismatch(f"{what}: {len(missing)} names missing {missing[:5]}, {len(surplus)} unexpected {surplus[:5]}")
 
 
-def check_tensor(name: str, entry: Mapping[str, Any], dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]) -> None:
-    """Raise WeightMismatch when a received tensor differs from its manifest entry."""
+def check_layout(name: str, entry: Mapping[str, Any], dtype: str, shape: Sequence[int]) -> None:
+    """Raise WeightMismatch when dtype or shape differ from the manifest entry."""
     if entry["dtype"] != dtype or list(entry["shape"]) != list(shape):
         raise WeightMismatch(f"{name}: got {dtype} {list(shape)}, manifest says {entry['dtype']} {entry['shape']}")
+
+
+def check_tensor(name: str, entry: Mapping[str, Any], dtype: str, shape: Sequence[int], raw: NDArray[np.uint8]) -> None:
+    """Raise WeightMismatch when a received tensor differs from its manifest entry."""
+    check_layout(name, entry, dtype, shape)
     if crc32(raw) != entry["crc32"]:
         raise WeightMismatch(f"{name}: bytes differ from the checksum the learner sent")

@@ -150,11 +150,18 @@ class RecordingBroadcast:
         self.connected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
         self.sent: list[list[str]] = []
 
-    def transport(self, host: str, port: int) -> dict[str, Any]:
-        return {"nccl": {"master_address": host, "master_port": port}}
+        self.closed = 0
 
-    def connect(
-        self, transport: Mapping[str, Any], manifest: Mapping[str, Any]
-    ) -> Callable[[Iterator[tuple[str, Any]]], None]:
+    def transport(self, host: str, port: int, members: Sequence[int] | None = None) -> dict[str, Any]:
+        group = {"nccl": {"master_address": host, "master_port": port}}
+        return group if members is None else {**group, "members": list(members)}
+
+    def connect(self, transport: Mapping[str, Any], manifest: Mapping[str, Any]) -> RecordingBroadcast:
         self.connected.append((transport, manifest))
-        return lambda weights: self.sent.append([name for name, _ in weights])
+        return self
+
+    def __call__(self, weights: Iterator[tuple[str, Any]]) -> None:
+        self.sent.append([name for name, _ in weights])
+
+    def close(self) -> None:
+        self.closed += 1

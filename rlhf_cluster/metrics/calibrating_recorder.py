@@ -5,6 +5,7 @@ recorder = CalibratingRecorder.for_run(config, folder.path / FILE_NAME, clock=cl
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ _BINS = 20
 _WRITE_EVERY_S = 60.0
 _LEAST_SECONDS = 1e-6
 _STAGE_SUFFIX = "_seconds"
+
+log = logging.getLogger(__name__)
 
 
 class CalibratingRecorder(MetricsRecorder):
@@ -223,10 +226,14 @@ class CalibratingRecorder(MetricsRecorder):
         )
 
     def _write(self) -> None:
+        """A run is not worth less because its speeds cannot be told or written."""
         self._written_at = self._now()
-        measured = self.calibration()
-        if measured is not None:
-            measured.write(self._path)
+        try:
+            measured = self.calibration()
+            if measured is not None:
+                measured.write(self._path)
+        except (ValueError, OSError) as error:
+            log.warning("%s is not written: %s", self._path, error)
 
 
 def _quantiles(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -25,6 +25,9 @@ TOKEN_STAGES: Final = ("generated", "scored", "trained")
 TIMED_STAGES: Final = ("rollout", "score", "wait", "train", "publish")
 MODELS: Final = ("policy", "critic")
 RESTART_KINDS: Final = ("rollout_worker", "reward_scorer", "reference_scorer", "learner")
+SUPERVISED_KINDS: Final = ("rollout_worker", "reward_scorer", "reference_scorer")
+SUPERVISION_EVENTS: Final = ("down", "heartbeat_missed", "fenced", "exhausted")
+"""Of ``supervision.EventKind`` those that are trouble; a restart has a counter of its own."""
 UNSCORABLE_REASONS: Final = (
     *("too_long", "unrenderable", "function_error", "not_finite"),  # what the reward scorer says
     "scorer_died",  # what the scorer pool says when repeats are used up
@@ -87,6 +90,21 @@ _TABLE: Final = (
         "Actors and learner groups started again.",
         ("kind",),
         closed=_each(RESTART_KINDS),
+    ),
+    Metric(
+        "rlhf_supervision_events_total",
+        "counter",
+        "events",
+        "Workers and scorers that went down, missed a heartbeat, were fenced, or stay down for good.",
+        ("kind", "event"),
+        closed=tuple((kind, event) for kind in SUPERVISED_KINDS for event in SUPERVISION_EVENTS),
+    ),
+    Metric(
+        "rlhf_no_progress_seconds",
+        "gauge",
+        "seconds",
+        "How long nothing has moved, as the watchdog last saw it; at guardrails.no_progress_s it ends the run.",
+        live=True,
     ),
     Metric("rlhf_publications_total", "counter", "publications", "Versions published to the workers."),
     Metric("rlhf_publish_failures_total", "counter", "updates", "Worker updates that failed and fenced the worker."),

@@ -214,10 +214,24 @@ class MetricsRecorder:
         """An actor or the learner group was started again. Raises KeyError when not one of ``names.RESTART_KINDS``."""
         self._count("rlhf_restarts_total", 1, kind=kind)
 
-    def checkpoint(self, *, saved: bool, blocked_s: float) -> None:
-        """A save ended, with a durable set or without one, after training had waited ``blocked_s`` for it."""
+    def supervision_event(self, kind: str, event: str) -> None:
+        """Trouble with an actor of role ``kind``; what is not in ``names.SUPERVISION_EVENTS`` is ignored."""
+        if event in names.SUPERVISION_EVENTS:
+            # Not one of ``events``: parts that keep dying are no progress.
+            self._counters[_key("rlhf_supervision_events_total", (("kind", kind), ("event", event)))] += 1
+
+    def no_progress(self, seconds: float) -> None:
+        """Nothing has moved for ``seconds``, says the watchdog."""
+        self._set_live({"rlhf_no_progress_seconds": seconds})
+
+    def checkpoint(self, *, saved: bool, blocked_s: float | None = None) -> None:
+        """A save ended, with a durable set or without one, after training had waited ``blocked_s`` for it.
+
+        None: it was saved before a resume.
+        """
         self._count("rlhf_checkpoints_total", 1, outcome="saved" if saved else "failed")
-        self._gauge("rlhf_checkpoint_blocked_seconds", blocked_s)
+        if blocked_s is not None:
+            self._gauge("rlhf_checkpoint_blocked_seconds", blocked_s)
 
     def last(self, key: str) -> float | None:
         """The value of a series in the newest closed row, or None."""

@@ -140,7 +140,8 @@ def _line(x: Numbers, y: Numbers, *, weights: Numbers) -> tuple[float, float]:
         return 0.0, float(mean_y)
     slope = np.average((x - mean_x) * (y - mean_y), weights=weights) / spread**2
     slope = float(np.clip(slope, 0.0, mean_y / mean_x))
-    return slope, float(mean_y - slope * mean_x)
+    # Forced through the origin it may miss it by a rounding.
+    return slope, max(0.0, float(mean_y - slope * mean_x))
 
 
 def _halves(sequences: Numbers, a_step: Numbers, steps: Numbers) -> tuple[float, float]:

@@ -60,17 +60,28 @@ def _resume(rank: int, folder: Path, stage: int, dtype: str) -> dict[str, Any]:
 
 
 def _snapshots(rank: int, folder: Path) -> dict[str, Any]:
+    from learner import engine
     from learner.learner import LearnerRank
     from learner.weight_publisher import iterate_weights, weight_metadata
 
     spec = make_spec(folder, folder / "snapshots", zero_stage=3)
+    # So that the tiny model's matrices are sharded too, not its embedding alone.
+    persistent, engine._PERSISTENT_ELEMENTS = engine._PERSISTENT_ELEMENTS, 1_000
     learner = LearnerRank(spec, rank=rank, world_size=2)
+    engine._PERSISTENT_ELEMENTS = persistent
     snapshots = [learner.snapshot()]
     for version in (0, 1):
         learner.train(make_batch(version))
         snapshots.append(learner.snapshot())
     out: dict[str, Any] = {"weights": _weights(learner.policy), "none": [snapshot is None for snapshot in snapshots]}
-    in_small_buckets = {name: weight.clone() for name, weight in iterate_weights(learner.policy, bucket_bytes=100_000)}
+    in_small_buckets, gathered = {}, []
+    sharded = [weight for weight in learner.policy.module.parameters() if not weight.ds_persist]
+    out["largest_bytes"] = max(weight.ds_numel * weight.element_size() for weight in sharded)
+    out["sharded_bytes"] = sum(weight.ds_numel * weight.element_size() for weight in sharded)
+    for name, weight in iterate_weights(learner.policy, bucket_bytes=100_000):
+        in_small_buckets[name] = weight.clone()
+        gathered.append(sum(weight.numel() * weight.element_size() for weight in sharded))
+    out["gathered_bytes"] = (max(gathered), sum(weight.numel() for weight in sharded))
     out["buckets_agree"] = all(torch.equal(out["weights"][name], weight) for name, weight in in_small_buckets.items())
     out["metadata"] = {name: shape for name, (_, shape) in weight_metadata(learner.policy).items()}
     channel = RecordingBroadcast()
@@ -234,6 +245,35 @@ def test_the_manifest_of_a_snapshot_describes_its_tensors(ranks: list[dict[str, 
 def test_only_the_newest_two_snapshots_are_kept_and_none_after_close(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["snapshots"]["files"] == ["v1.safetensors", "v2.safetensors"]
     assert not ranks[0]["snapshots"]["left"], "the folder in shared memory is removed with the last snapshot"
+
+
+def test_gathering_holds_no_more_than_a_bucket_and_the_largest_weight(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        found = rank["snapshots"]
+        most, left = found["gathered_bytes"]
+        # 100,000 bytes a bucket; counted by full sizes, as the sharded tensors say 0 of themselves.
+        assert 0 < most <= 100_000 + found["largest_bytes"] < found["sharded_bytes"]
+        assert left == 0
+
+
+def test_after_two_steps_every_weight_has_changed(ranks: list[dict[str, Any]], models: Path) -> None:
+    before = load_file(models / "policy/model.safetensors")
+    after = ranks[0]["snapshots"]["content"]
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_a_snapshot_carries_the_learners_own_answers_to_the_probe(ranks: list[dict[str, Any]], models: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    found = ranks[0]["snapshots"]
+    model = AutoModelForCausalLM.from_pretrained(models / "policy", dtype=torch.float32)
+    model.load_state_dict(found["content"], strict=False)
+    for ids, logprobs in zip(*(found["manifest"]["probe"][key] for key in ("sequences", "logprobs")), strict=True):
+        # At temperature 1, whatever the learner trains at (0.9 here).
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_a_snapshot_in_the_middle_of_accumulation_is_refused(ranks: list[dict[str, Any]]) -> None:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
-import time
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import rlhf, tiny_overrides
+from rlhf_cluster import cli
+from tests.driver_process import Driver
+from tests.e2e.conftest import tiny_overrides
 
 
 def refused(tiny_models: Path, tmp_path: Path, *more: str) -> str:
-    started = time.monotonic()
-    result = rlhf("train", "configs/tiny_test.yaml", *tiny_overrides(tiny_models, tmp_path), *more, timeout_s=90)
-    output = result.stdout + result.stderr
-    assert result.returncode == 2, output
-    assert time.monotonic() - started < 60
-    assert "Traceback" not in output
-    return output
+    arguments = ("train", "configs/tiny_test.yaml", *tiny_overrides(tiny_models, tmp_path), *more)
+    driver = Driver(tmp_path / "output.txt", command_line, arguments)
+    assert driver.end(60) == 2, driver.output
+    assert "Traceback" not in driver.output
+    return driver.output
+
+
+def command_line(report: Callable[[Any], None], arguments: Sequence[str]) -> int:
+    sys.argv = ["rlhf", *arguments]
+    cli.main()
+    return 0
 
 
 def test_an_unknown_key_names_the_nearest_valid_one(tiny_models: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`rlhf train` end to end: what it leaves behind, what Prometheus sees, and that a stopped run goes on."""
+"""`rlhf train` end to end: what it leaves behind and what Prometheus sees."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rlhf_cluster.metrics.series import parse_series_key
 from tests.e2e.conftest import FinishedRun
 
 
-@pytest.mark.timeout(300)
-def test_the_run_ends_well_after_exactly_its_steps(finished_run: FinishedRun) -> None:
-    assert finished_run.exit_code == 0, finished_run.output
-    assert [(row["step"], row["version"]) for row in finished_run.rows()] == [(1, 1), (2, 2), (3, 3), (4, 4)]
-
-
+@pytest.mark.timeout(500)
 def test_no_token_was_trained_beyond_the_bound_and_attempts_close(finished_run: FinishedRun) -> None:
     rows = finished_run.rows()
     assert all(0 <= row["rlhf_batch_max_lag"] <= 1 for row in rows)
     last = rows[-1]
-    dispatched = last['rlhf_attempts_total{state="dispatched",reason="none"}']
-    trained = last['rlhf_attempts_total{state="trained",reason="none"}']
-    assert (dispatched, trained) == (16, 16)
+    ended = {
+        parse_series_key(key)[1]["reason"]: value
+        for key, value in last.items()
+        if key.startswith("rlhf_attempts_total") and "dispatched" not in key
+    }
+    assert last['rlhf_attempts_total{state="dispatched",reason="none"}'] == sum(ended.values())
+    # Only the interrupt cost attempts: those it found on the workers.
+    assert {reason for reason, value in ended.items() if value} <= {"none", "aborted"}
     assert last['rlhf_tokens_total{stage="trained"}'] == sum(row["rlhf_batch_tokens"] for row in rows)
 
 
@@ -76,9 +76,9 @@ def test_engine_and_learner_agree_at_start_and_under_trained_weights(finished_ru
 
 def test_held_out_prompts_are_evaluated_at_the_first_and_the_last_version(finished_run: FinishedRun) -> None:
     evaluations = [(row["name"], row["version"]) for row in finished_run.rows("evaluation")]
-    assert evaluations == [("before", 0), ("after", 4)]
+    assert evaluations == [("before", 0), ("after", finished_run.steps)]
     after = json.loads((finished_run.folder / "evaluation_after.json").read_text())
-    assert after["version"] == 4
+    assert after["version"] == finished_run.steps
     assert len(after["answers"]) == 40
 
 
@@ -95,7 +95,7 @@ def test_the_last_checkpoint_is_a_verified_set_with_models_that_load(finished_ru
 
     checkpoint = checkpoint_set.newest_checkpoint(finished_run.folder / "checkpoints")
     assert checkpoint is not None
-    assert checkpoint.name == "step_00000004"
+    assert checkpoint_set.step_of(checkpoint) == finished_run.steps
     checkpoint_set.verify(checkpoint)
     policy = AutoModelForCausalLM.from_pretrained(checkpoint / "learner" / "policy", dtype=torch.float32)
     initial = AutoModelForCausalLM.from_pretrained(finished_run.models / "policy", dtype=torch.float32)

@@ -17,7 +17,7 @@ from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.protocols import WorkerFailed, WorkerSlot
 from rlhf_cluster.supervision import SupervisionSettings
-from tests.integration.rollout_helpers import request, snapshot_of, transformers_logprobs
+from tests.integration.rollout_helpers import probe_of, request, snapshot_of, transformers_logprobs
 from tests.tiny_models import build_tiny_policy
 
 ray = pytest.importorskip("ray")
@@ -81,6 +81,23 @@ def test_groups_go_to_the_emptier_worker_until_both_are_full(running) -> None:
     assert chosen == [0, 1, 0, 1]
     assert full == [2, 2]
     assert after == WorkerSlot(0, 0)
+
+
+def test_version_0_is_compared_with_the_learners_and_a_worker_that_started_from_other_weights_is_fenced(
+    running, config: Config, trained: Path, tmp_path: Path
+) -> None:
+    pool, runner = running
+    report = runner.run(pool.publish(snapshot_of(trained, tmp_path / "other.safetensors", 0)))
+    assert (report.applied, sorted(report.failed)) == ((), [0, 1])
+    assert "parameters held differ from snapshot" in report.failed[1]
+    assert versions(pool) == [(False, 0), (False, 0)]
+
+    policy = Path(config.model.policy)
+    learners = snapshot_of(policy, tmp_path / "v0.safetensors", 0, probe=probe_of(policy, 259))
+    for _ in range(2):
+        # Once fenced they load it; then they hold it, and compare.
+        report = runner.run(pool.publish(learners))
+        assert (report.applied, versions(pool)) == ((0, 1), [(True, 0), (True, 0)])
 
 
 def test_a_publication_reaches_every_worker_also_through_the_object_store(

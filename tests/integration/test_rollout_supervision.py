@@ -396,15 +396,45 @@ async def test_a_process_that_does_not_answer_is_looked_at_from_outside(tmp_path
 
 
 @async_test
-async def test_workers_that_share_a_collective_are_neither_restarted_nor_scaled(tmp_path: Path) -> None:
+async def test_one_of_three_that_fails_is_named_and_fenced_and_the_others_serve_under_the_right_label(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, workers=3) as pool:
+        await pool.pool.publish(pool.snapshot(1))
+        report = await pool.pool.publish(pool.snapshot(2, refuse=[1]))
+        assert (report.applied, sorted(report.failed)) == ((0, 2), [1])
+        assert pool.up() == [(True, 2), (False, 1), (True, 2)]
+        answers = [rollout for index in (0, 2) for rollout in await pool.generate(index, "now", version=2)]
+        assert [(rollout.min_version, rollout.max_version) for rollout in answers] == [(2, 2)] * 2
+        with pytest.raises(WorkerFailed, match="rollout worker 1 is down or fenced"):
+            await pool.generate(1, "now")
+
+
+@async_test
+async def test_a_worker_outside_the_transfer_group_comes_back_fenced_and_serves_once_a_group_has_it(
+    tmp_path: Path,
+) -> None:
     plain = config(tmp_path, 2)
     nccl = plain.model_copy(update={"publish": plain.publish.model_copy(update={"backend": "nccl"})})
+
+    def broadcast(pool: Pool, version: int, *members: int, **manifest: Any) -> WeightSnapshot:
+        return replace(pool.snapshot(version, **manifest), transport={"nccl": {}, "members": members})
+
     async with running(tmp_path, configuration=nccl) as pool:
-        with pytest.raises(ValueError, match=r"publish.backend nccl: its group has the size it was formed with"):
-            await pool.pool.scale(3)
+        await pool.pool.publish(broadcast(pool, 1, 0, 1))
         with pytest.raises(WorkerFailed):
             await pool.generate(1, "die")
-        await until(lambda: "exhausted" in pool.kinds(1))
-        assert pool.up() == [(True, 0), (False, 0)]
+        await pool.pool.until_waiting()
+        assert (pool.up(), pool.pool.receivers()) == ([(True, 1), (False, 0)], {0: 1, 1: 2})
+        # A collective cannot be joined later: what was broadcast before is not sent to it alone.
+        report = await pool.pool.publish(broadcast(pool, 2, 0))
+        assert (report.applied, pool.up()) == ((0,), [(True, 2), (False, 0)])
+        report = await pool.pool.publish(broadcast(pool, 3, 0, 1))
+        assert (report.applied, pool.up()) == ((0, 1), [(True, 3), (True, 3)])
+
+        stuck = asyncio.ensure_future(pool.pool.publish(broadcast(pool, 4, 0, 1, hang=[1])))
+        await until(lambda: pool.up()[0] == (True, 4))
         pool.pool.fence()
+        assert (await stuck).failed[1].endswith("it was in a broadcast that the learner broke off")
         assert pool.pool.choose() is None
+        await until(lambda: pool.pool.receivers() == {0: 1, 1: 3})

@@ -11,7 +11,19 @@ import numpy as np
 import pytest
 
 from actors.rollout_worker import RolloutWorker
-from tests.integration.rollout_helpers import PROMPT, request, running_worker, snapshot_of, transformers_logprobs
+from rlhf_cluster.types import Rollout
+from tests.integration.rollout_helpers import (
+    LONG_PROMPT,
+    PROMPT,
+    check_spans_against_weights,
+    negated,
+    plain_logprobs,
+    request,
+    running_worker,
+    snapshot_of,
+    started,
+    transformers_logprobs,
+)
 from tests.tiny_models import build_tiny_policy
 
 pytest.importorskip("vllm")
@@ -96,4 +108,43 @@ def test_an_untied_model_serves_updated_weights(running, tmp_path: Path) -> None
 
     assert rollout.version_spans == ((1, 0, rollout.n_tokens),)
     assert 0 < timing.paused_s <= timing.total_s
+    # Its head has a packed copy and a parameter of its own; the first update of a worker compares both.
+    assert timing.verified
     np.testing.assert_allclose(rollout.behaviour_logprobs, transformers_logprobs(other, rollout), atol=0.02)
+
+
+@pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
+def test_without_prefix_caching_a_negated_head_is_what_new_and_running_requests_get(
+    running, folder: Path, tmp_path: Path, kv_cache: str
+) -> None:
+    # The head alone changes, so a kept KV cache is right for what runs, too: both settings give the same log-probs.
+    worker, runner = running
+    version = worker.version + 1
+    other = negated(folder, tmp_path / "negated", "lm_head.weight")
+    old, new = (
+        snapshot_of(weights, tmp_path / f"{number}.safetensors", version + number)
+        for number, weights in enumerate((folder, other))
+    )
+
+    async def across_the_update() -> list[Rollout]:
+        await worker.update_weights(old)
+        await worker.generate(request("before", [1], max_new_tokens=2, prompt=LONG_PROMPT))
+        asked = request("running", list(range(8)), max_new_tokens=200, prompt=LONG_PROMPT)
+        running_on = asyncio.ensure_future(worker.generate(asked))
+        await started(worker, samples=4, tokens=5)
+        await worker.update_weights(new)
+        after = await worker.generate(request("after", [1], max_new_tokens=3, prompt=LONG_PROMPT))
+        return [*after, *await running_on]
+
+    configured = worker._publish
+    worker._publish = configured.model_copy(update={"kv_cache": kv_cache})
+    try:
+        after, *running_on = runner.run(across_the_update())
+    finally:
+        worker._publish = configured
+    expected = plain_logprobs(other, LONG_PROMPT, after.token_ids.tolist())
+    np.testing.assert_allclose(after.behaviour_logprobs, expected, atol=0.01)
+    spanning = [rollout for rollout in running_on if len(rollout.version_spans) == 2]
+    assert spanning
+    for rollout in spanning:
+        check_spans_against_weights(rollout, {version: folder, version + 1: other})

@@ -1,103 +1,245 @@
-"""A publication by broadcast: workers and learner side by side, and what happens when either side fails."""
+"""Publications by broadcast: transfer groups of whoever lives, both sides at once, and what a failure costs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_cluster import broadcast_sink
-from rlhf_cluster.broadcast_sink import BroadcastSink, PublicationFailed
-from rlhf_cluster.protocols import PublishReport, WeightSnapshot, WorkerStatus
+from rlhf_cluster.broadcast_sink import BroadcastSink, SenderLost
+from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSnapshot
+from tests.unit.builders import async_test
 
-SNAPSHOT = WeightSnapshot(4, Path("nowhere"), {"tensors": {}}, {"nccl": {}})
 
+class World:
+    """Workers and learner around one collective, which ends when every member of its group is in it.
 
-class Collective:
-    """Both sides of a transfer that ends when both are in it. ``workers`` and ``learner`` say how one stays away."""
+    ``refuse``: slots that fail; ``die``: slots that die in the next collective. A worker that dies comes back when the
+    test says so, as its next incarnation.
+    """
 
-    def __init__(self, *, workers: dict[int, str] | None = None, learner: Exception | None = None) -> None:
-        self._arrived = {"workers": asyncio.Event(), "learner": asyncio.Event()}
-        self._workers, self._learner = workers or {}, learner
-        self.up = [True, True]
-        self.publication: asyncio.Future[Any] | None = None
-        self.broadcasts: list[tuple[int, float]] = []
+    def __init__(self, *, workers: int = 3) -> None:
+        self.alive = dict.fromkeys(range(workers), 1)
+        self.fenced: set[int] = set()
+        self.held: dict[int, int] = {}
+        self.refuse: set[int] = set()
+        self.die: set[int] = set()
+        self.fences = 0
+        self.learner_error: Exception | None = None
+        self.version = 0
+        self.training = False
+        self.transport: Mapping[str, Any] = {"port": 100, "members": list(range(workers))}
+        self.groups: list[list[int]] = []
+        self.broadcasts: list[tuple[int, int]] = []
+        self.publications: list[asyncio.Future[Any]] = []
+        self._port = 100
+        self._sending = asyncio.Event()
+        self._received = asyncio.Event()
+        self.changed = asyncio.Event()
 
-    def status(self) -> list[WorkerStatus]:
-        return [WorkerStatus(index, up, 3, 0) for index, up in enumerate(self.up)]
+    # the workers
+
+    def receivers(self) -> dict[int, int]:
+        return dict(self.alive)
+
+    async def until_waiting(self) -> None:
+        while not any(slot in self.fenced for slot in self.alive):
+            self.changed.clear()
+            await self.changed.wait()
 
     def fence(self) -> None:
-        self.up = [False, False]
+        self.fences += 1
+        self.fenced |= set(self.alive)
+
+    def comes_back(self, slot: int, incarnation: int) -> None:
+        self.alive[slot] = incarnation
+        self.fenced.add(slot)
+        self.changed.set()
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
-        if not self._workers:
-            self._arrived["workers"].set()
-            await self._arrived["learner"].wait()
-        applied = tuple({0, 1} - set(self._workers))
-        return PublishReport(snapshot.version, applied, self._workers, 0.25, 0.5)
+        failed = {}
+        for slot in snapshot.transport["members"]:
+            if slot in self.die:
+                del self.alive[slot]
+                failed[slot] = f"rollout worker {slot} died during the update"
+            elif slot in self.refuse:
+                self.fenced.add(slot)
+                failed[slot] = f"rollout worker {slot} refused"
+        self.die = set()
+        self._received.set()
+        await self._sending.wait()
+        self._sending.clear()
+        for slot in set(snapshot.transport["members"]) - set(failed):
+            self.fenced.discard(slot)
+            self.held[slot] = snapshot.version
+        return PublishReport(snapshot.version, tuple(sorted(set(self.alive) - self.fenced)), failed, 0.25, 0.5)
+
+    # the learner
+
+    async def regroup(self, members: Sequence[int]) -> Mapping[str, Any]:
+        self.groups.append(list(members))
+        self._port += 1
+        self.transport = {"port": self._port, "members": list(members)}
+        return self.transport
 
     async def broadcast(self, version: int, *, timeout_s: float) -> None:
-        self.broadcasts.append((version, timeout_s))
-        if self._learner is not None:
-            raise self._learner
-        self._arrived["learner"].set()
+        assert version == self.version
+        self.broadcasts.append((version, self.transport["port"]))
+        if self.learner_error is not None:
+            raise self.learner_error
+        self._sending.set()
         try:
-            await asyncio.wait_for(self._arrived["workers"].wait(), timeout_s)
+            await asyncio.wait_for(self._received.wait(), timeout_s)
         except TimeoutError:
             raise TimeoutError(f"learner rank [0] did not answer 'broadcast' within {timeout_s:g} s") from None
+        self._received.clear()
 
     def hold_for(self, publication: asyncio.Future[Any]) -> None:
-        self.publication = publication
+        self.publications.append(publication)
+
+    def next(self) -> WeightSnapshot:
+        self.version += 1
+        return WeightSnapshot(self.version, Path("nowhere"), {"tensors": {}}, self.transport)
 
 
-def publish(both: Collective, timeout_s: float = 5.0) -> PublishReport:
-    async def body() -> PublishReport:
-        return await asyncio.wait_for(BroadcastSink(both, both, timeout_s=timeout_s).publish(SNAPSHOT), 10)
-
-    return asyncio.run(body())
+async def settle(turns: int = 20) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
 
 
-def test_both_sides_run_at_once_and_the_learner_is_held_until_they_are_done() -> None:
+@async_test
+async def test_both_sides_run_at_once_in_one_group_and_the_learner_is_held_until_they_are_done() -> None:
     # Each side of the collective waits for the other, so one after the other would never end.
-    both = Collective()
-    report = publish(both)
-    assert (report.applied, report.paused_s) == ((0, 1), 0.25)
-    assert both.broadcasts == [(4, 5.0)]
-    assert both.up == [True, True]
-    assert both.publication is not None and both.publication.result() is report
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    first = await asyncio.wait_for(sink.publish(world.next()), 5)
+    await asyncio.wait_for(sink.publish(world.next()), 5)
+    assert (first.applied, first.paused_s) == ((0, 1), 0.25)
+    assert (world.groups, world.broadcasts) == ([[0, 1]], [(1, 101), (2, 101)])
+    assert world.publications[0].result() is first
 
 
-def test_a_worker_that_failed_is_named_with_the_sender_that_waited_and_all_are_fenced() -> None:
-    both = Collective(workers={1: "rollout worker 1 died during the update to version 4"})
-    with pytest.raises(PublicationFailed) as raised:
-        publish(both, timeout_s=0.05)
-    assert str(raised.value) == (
-        "version 4 did not reach every worker: rollout worker 1 died during the update to version 4; learner rank [0] "
-        "did not answer 'broadcast' within 0.05 s. The NCCL group cannot go on without a member; resume from the "
-        "newest checkpoint"
-    )
-    assert both.up == [False, False]
-    assert both.publication is not None and both.publication.exception() is raised.value
+@async_test
+async def test_a_worker_that_died_between_publications_is_left_out_of_a_new_group_and_taken_in_when_it_is_back() -> (
+    None
+):
+    world = World()
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    del world.alive[1]
+    report = await sink.publish(world.next())
+    assert (report.applied, dict(report.failed)) == ((0, 2), {})
+    world.training = True
+    world.comes_back(1, incarnation=2)
+    await settle()
+    assert len(world.broadcasts) == 2, "while the learner trains its weights are no version"
+    report = await sink.publish(world.next())
+    assert report.applied == (0, 1, 2)
+    # A new process in the same slot is a new member: the group is formed anew though the slots are those of the first.
+    assert world.groups == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert world.broadcasts == [(1, 101), (2, 102), (3, 103)]
 
 
-def test_a_sender_that_failed_ends_the_publication_long_before_the_workers_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@async_test
+async def test_a_worker_that_comes_back_while_the_learner_is_idle_gets_the_version_at_once() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    del world.alive[0]
+    del world.alive[1]
+    world.comes_back(1, incarnation=2)
+    await settle()
+    assert world.broadcasts == [(1, 101), (1, 102)]
+    assert (world.groups[-1], world.held[1], world.fenced) == ([1], 1, set())
+    # Training does not begin before the second broadcast is over.
+    assert len(world.publications) == 2
+
+
+@async_test
+async def test_one_that_dies_in_the_broadcast_is_named_and_the_next_group_is_without_it() -> None:
+    world = World()
+    sink = BroadcastSink(world, world, timeout_s=5)
+    world.die = {2}
+    report = await sink.publish(world.next())
+    assert (report.applied, dict(report.failed)) == ((0, 1), {2: "rollout worker 2 died during the update"})
+    assert world.fences == 0
+    await sink.publish(world.next())
+    assert world.groups == [[0, 1, 2], [0, 1]]
+
+
+@async_test
+async def test_one_that_refuses_is_tried_once_more_in_a_new_group_and_then_waits_for_the_next_version() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    world.refuse = {1}
+    report = await sink.publish(world.next())
+    assert (report.applied, dict(report.failed)) == ((0,), {1: "rollout worker 1 refused"})
+    await settle()
+    assert world.broadcasts == [(1, 101), (1, 102)]
+    world.refuse = set()
+    assert (await sink.publish(world.next())).applied == (0, 1)
+
+
+@async_test
+async def test_when_every_worker_died_in_it_those_that_come_back_get_the_same_version() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    world.die = {0, 1}
+    publishing = asyncio.ensure_future(sink.publish(world.next()))
+    await settle()
+    assert not publishing.done()
+    world.comes_back(0, incarnation=2)
+    assert (await asyncio.wait_for(publishing, 5)).applied == (0,)
+    assert (world.groups, world.held) == ([[0, 1], [0]], {0: 1})
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast_sink, "_SECONDS_FOR_THE_OTHER_SIDE", 0.02)
-    both = Collective(learner=RuntimeError("learner rank 0 failed in 'broadcast': out of memory"))
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_a_sender_that_hangs_is_named_and_the_learner_counts_as_lost() -> None:
+    world = World(workers=2)
+
+    async def stuck(snapshot: WeightSnapshot) -> PublishReport:
+        return await asyncio.get_running_loop().create_future()
+
+    sink = BroadcastSink(world, world, timeout_s=0.05)
+    world.publish = stuck  # type: ignore[method-assign]
+    with pytest.raises(LearnerLost) as raised:
+        await sink.publish(world.next())
+    assert str(raised.value) == (
+        "version 1 could not be broadcast: learner rank [0] did not answer 'broadcast' within 0.05 s"
+    )
+    assert (world.fences, world.fenced) == (1, {0, 1})
+    assert world.publications[0].exception() is raised.value
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_a_sender_that_failed_ends_the_publication_long_before_the_workers_deadline() -> None:
+    world = World(workers=2)
+    world.learner_error = RuntimeError("learner rank 0 failed in 'broadcast': out of memory")
     started = time.monotonic()
-    with pytest.raises(PublicationFailed, match="every worker: learner rank 0 failed in 'broadcast': out of memory"):
-        publish(both)
+    with pytest.raises(SenderLost, match="version 1 could not be broadcast: learner rank 0 failed in 'broadcast'"):
+        await BroadcastSink(world, world, timeout_s=5).publish(world.next())
     assert time.monotonic() - started < 2
-    assert both.up == [False, False]
+    assert world.fences == 1
 
 
-def test_a_worker_that_is_down_is_named_before_anyone_enters_the_collective() -> None:
-    both = Collective()
-    both.up = [True, False]
-    with pytest.raises(PublicationFailed, match="every worker: rollout worker 1 is down or fenced"):
-        publish(both)
-    assert both.broadcasts == []
+@async_test
+async def test_a_learner_that_was_rebuilt_meets_the_same_workers_in_a_new_group() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    # What a new rank 0 announces before anybody told it of a group.
+    world.transport = {"port": 900, "members": [0, 1]}
+    assert (await sink.publish(world.next())).applied == (0, 1)
+    assert world.broadcasts == [(1, 101), (2, 102)]

@@ -22,7 +22,12 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
 # Who may import what; a trailing slash names a folder.
 ALLOWED = {
     "ray": ("rlhf_cluster/launch.py", "actors/", "learner/learner_group.py"),
-    "vllm": ("actors/rollout_worker.py", "actors/weight_receiver.py", "actors/weight_sender.py"),
+    "vllm": (
+        "actors/rollout_worker.py",
+        "actors/held_weights.py",
+        "actors/weight_receiver.py",
+        "actors/weight_sender.py",
+    ),
     "deepspeed": ("learner/engine.py", "learner/weight_publisher.py", "learner/checkpoint.py"),
     "actors": ("rlhf_cluster/launch.py", "actors/"),
     "learner": ("rlhf_cluster/launch.py", "learner/"),

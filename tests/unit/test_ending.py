@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from rlhf_cluster.config_io import ConfigError
 from rlhf_cluster.data.jsonl import DataError
 from rlhf_cluster.diagnosis.preflight import PreflightError
-from rlhf_cluster.ending import Signals, guard, run_async
+from rlhf_cluster.ending import Signals, guard, hold_signals, run_async
 
 
 def _raise(error: BaseException) -> Any:
@@ -102,3 +103,47 @@ def test_a_later_signal_ends_a_run_that_does_not_stop(monkeypatch: pytest.Monkey
         await asyncio.sleep(30)
 
     assert guard(lambda: run_async(body)) == 130
+
+
+def test_a_signal_outside_the_event_loop_ends_the_command_through_libraries_that_tolerate_failures() -> None:
+    cleaned = []
+
+    def action() -> None:
+        try:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            except Exception:
+                cleaned.append("swallowed")
+        finally:
+            cleaned.append("closed")
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert guard(action) == 143
+    assert cleaned == ["closed"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_held_signals_wait_and_are_told_first_one_first(number: signal.Signals) -> None:
+    with hold_signals() as held:
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+    assert held == [number, signal.SIGTERM]
+
+
+def test_a_run_that_outlasts_its_grace_period_is_ended_where_it_stands(caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+
+    async def body(signals: Signals) -> None:
+        signals.on_first = lambda: None
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.sleep(30)
+        finally:
+            seen.append(signals.expired)
+
+    assert guard(lambda: run_async(body, grace_s=0.05)) == 143
+    assert seen == [True]
+    assert "0.05 s after SIGTERM the run has not ended" in caplog.text

@@ -53,7 +53,8 @@ def test_on_cpu_the_engine_runs_in_one_process_with_its_own_cache_size_and_threa
     asked = arguments(engine)
     assert asked["distributed_executor_backend"] == "uni"
     assert asked["kv_cache_memory_bytes"] == 3 * 2**30
-    assert (asked["max_num_seqs"], asked["max_model_len"], asked["seed"]) == (48, 640, 5)
+    # Two more than may be generated at once: the log-prob probe finds room in a full engine.
+    assert (asked["max_num_seqs"], asked["max_model_len"], asked["seed"]) == (50, 640, 5)
     assert "gpu_memory_utilization" not in asked
 
     environment = engine_environment(engine, "cpu")
@@ -124,11 +125,19 @@ def test_a_folder_without_safetensors_is_refused_with_the_fix(tmp_path: Path) ->
 
 
 def test_nccl_ranks_follow_the_learners_rank_in_slot_order() -> None:
-    transport = {"nccl": {"master_address": "10.0.0.1", "master_port": 4000, "world_size": 9, "packed": True}}
+    nccl = {"master_address": "10.0.0.1", "master_port": 4000, "world_size": 9, "packed": True}
+    transport = {"nccl": nccl, "members": [0, 1]}
     # Rank 0 is the learner; slots 0 and 1 of four GPUs hold ranks 1-4 and 5-8.
     assert nccl_init_info(transport, slot=0, tensor_parallel=4)["rank_offset"] == 1
     second = nccl_init_info(transport, slot=1, tensor_parallel=4)
-    assert second == transport["nccl"] | {"rank_offset": 5}
+    assert second == nccl | {"rank_offset": 5}
+
+
+def test_nccl_ranks_close_up_when_a_worker_is_missing() -> None:
+    transport = {"nccl": {"world_size": 5}, "members": [0, 2]}
+    assert nccl_init_info(transport, slot=2, tensor_parallel=2) == {"world_size": 5, "rank_offset": 3}
+    with pytest.raises(ValueError, match=r"rollout worker 1 is no member of the transfer group of workers \[0, 2\]"):
+        nccl_init_info(transport, slot=1, tensor_parallel=2)
 
 
 def test_nccl_update_info_keeps_the_manifests_order() -> None:

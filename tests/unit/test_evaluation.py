@@ -10,7 +10,7 @@ import pytest
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import RolloutConfig
 from rlhf_cluster.evaluation import Evaluation, Sampler, evaluate
-from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.protocols import WeightSnapshot, WorkerFailed
 from rlhf_cluster.types import Prompt
 from tests.fakes import FakeScorer, FakeWorkers
 
@@ -70,6 +70,26 @@ def test_the_record_holds_prompt_and_answer_in_clear() -> None:
     assert record["answers"][0]["prompt"] == "question 0"
     assert record["answers"][0]["answer"] == "6 ids"
     assert len(record["answers"]) == 12
+
+
+def test_a_worker_that_dies_over_an_answer_costs_time_and_changes_nothing() -> None:
+    deaths = iter([WorkerFailed("rollout worker 0 died")] * 2)
+    workers = FakeWorkers(fault=lambda request: next(deaths, None))
+    result = run(workers, FakeScorer())
+    assert len(workers.requests) == len(PROMPTS) + 2
+    plain = run(FakeWorkers(), FakeScorer())
+    assert [[answer.rollout.token_ids.tolist() for answer in group] for group in result.samples] == [
+        [answer.rollout.token_ids.tolist() for answer in group] for group in plain.samples
+    ]
+
+
+def test_the_third_death_over_one_answer_ends_the_evaluation() -> None:
+    workers = FakeWorkers(
+        fault=lambda request: WorkerFailed("rollout worker 0 died") if "p3" in request.group_id else None
+    )
+    with pytest.raises(WorkerFailed, match="rollout worker 0 died"):
+        run(workers, FakeScorer())
+    assert sum("p3" in request.group_id for request in workers.requests) == 3
 
 
 def test_the_wait_for_a_free_worker_has_a_deadline_that_names_the_workers() -> None:

@@ -50,6 +50,14 @@ def test_names_are_sent_in_the_manifests_order_over_one_connection() -> None:
     assert channel.connected == [({"nccl": {}}, manifest)]
 
 
+def test_another_group_is_met_after_the_old_one_is_left() -> None:
+    channel, sender = RecordingBroadcast(), broadcaster(0)
+    for version, port in ((1, 4000), (2, 4000), (3, 4001)):
+        sender.send(version, channel, {"nccl": {"master_port": port}})
+    assert [transport["nccl"]["master_port"] for transport, _ in channel.connected] == [4000, 4001]
+    assert (channel.closed, len(channel.sent)) == (1, 3)
+
+
 def test_the_other_ranks_connect_to_nobody() -> None:
     channel = RecordingBroadcast()
     broadcaster(1).send(1, channel, {"nccl": {}})
@@ -104,6 +112,35 @@ def test_a_snapshot_writes_nothing_and_tells_the_workers_one_meeting_point(
     assert not (tmp_path / "snapshots").exists()
 
 
+def test_a_regrouped_learner_announces_and_sends_at_the_new_meeting_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_group, "_several_nodes", lambda: False)
+    calls: list[tuple[Any, ...]] = []
+    ports = iter((4000, 4001))
+    announced = WeightSnapshot(1, tmp_path / "v1.safetensors", {"tensors": {}})
+    first = Handle(
+        calls,
+        address=lambda loopback: ("127.0.0.1", next(ports)),
+        announce=lambda: announced,
+        broadcast=lambda *args: None,
+    )
+    channel = RecordingBroadcast()
+    group = group_of(tmp_path, [first], channel)
+
+    async def scenario() -> tuple[Any, ...]:
+        before = await group.snapshot()
+        transport = await group.regroup([0, 2])
+        after = await group.snapshot()
+        await group.broadcast(1, timeout_s=1)
+        return before.transport, transport, after.transport
+
+    before, transport, after = asyncio.run(scenario())
+    assert before == {"nccl": {"master_address": "127.0.0.1", "master_port": 4000}}
+    assert transport == after == {"nccl": {"master_address": "127.0.0.1", "master_port": 4001}, "members": [0, 2]}
+    assert calls[-1] == ("broadcast", 1, channel, transport)
+
+
 def test_a_rank_that_does_not_send_in_time_is_named(tmp_path: Path) -> None:
     calls: list[tuple[Any, ...]] = []
     channel = RecordingBroadcast()
@@ -120,7 +157,13 @@ def test_live_weights_stay_as_they_are_until_the_publication_is_over(
 ) -> None:
     monkeypatch.setattr(learner_group, "ray", SimpleNamespace(put=lambda value: value))
     calls: list[tuple[Any, ...]] = []
-    handle = Handle(calls, train=lambda batch: SimpleNamespace(version=1), save=lambda folder: None)
+    training: list[bool] = []
+
+    def train(batch: Any) -> SimpleNamespace:
+        training.append(group.training)
+        return SimpleNamespace(version=1)
+
+    handle = Handle(calls, train=train, save=lambda folder: training.append(group.training))
     group = group_of(tmp_path, [handle], RecordingBroadcast())
     argument: Any = make_batch(0) if method == "train" else tmp_path
 
@@ -133,6 +176,7 @@ def test_live_weights_stay_as_they_are_until_the_publication_is_over(
         publication.set_result(None)
         await waiting
         assert calls == [(method, argument)]
+        assert (training, group.training) == ([method == "train"], False)
 
         broken = asyncio.get_running_loop().create_future()
         group.hold_for(broken)

@@ -219,6 +219,22 @@ def test_publications_restarts_and_failed_workers_are_counted() -> None:
     assert row['rlhf_restarts_total{kind="rollout_worker"}'] == 1
 
 
+def test_trouble_with_actors_and_a_standstill_are_metrics_and_no_progress() -> None:
+    metrics = recorder()
+    before = metrics.events
+    for event in ("down", "fenced", "fenced", "up", "restart"):
+        metrics.supervision_event("rollout_worker", event)
+    metrics.no_progress(45.0)
+    assert metrics.events == before
+    row = metrics.close_step(1, 1)
+    events = {key: value for key, value in row.items() if key.startswith("rlhf_supervision_events_total") and value}
+    assert events == {
+        'rlhf_supervision_events_total{kind="rollout_worker",event="down"}': 1,
+        'rlhf_supervision_events_total{kind="rollout_worker",event="fenced"}': 2,
+    }
+    assert row["rlhf_no_progress_seconds"] == 45.0
+
+
 def test_a_resumed_run_goes_on_counting_where_the_saved_one_stopped() -> None:
     clock = HandClock()
     whole, first = recorder(clock=clock), recorder(clock=clock)

@@ -79,6 +79,11 @@ def test_a_line_with_a_negative_part_is_replaced_by_one_that_keeps_the_mean() ->
     assert 2500 / speed == pytest.approx(5.5)
 
 
+def test_a_line_through_the_origin_has_no_fixed_part_that_rounding_makes_negative() -> None:
+    # Mean seconds minus slope times mean tokens is -8.9e-16 here.
+    assert fit_tokens([46, 10, 6, 7, 36], [21.17, 1.01, 0.37, 0.5, 12.97])[1] == 0.0
+
+
 def test_overlapping_intervals_count_once() -> None:
     assert busy_seconds([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == pytest.approx(4.0)
     assert busy_seconds([]) == 0.0

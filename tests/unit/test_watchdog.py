@@ -29,6 +29,7 @@ class Bench:
         self.done = 0
         self.dumps = 0
         self.dump_hangs = False
+        self.idle: list[float] = []
         self.watchdog = Watchdog(
             progress=lambda: self.done,
             waits=lambda: waits,
@@ -36,6 +37,7 @@ class Bench:
             clock=self.clock,
             dump_stacks=self._dump,
             dump_s=7,
+            on_look=self.idle.append,
         )
 
     async def _dump(self) -> Mapping[str, str]:
@@ -55,6 +57,7 @@ async def test_a_run_that_stands_still_is_explained_before_it_is_ended(caplog: p
         await bench.clock.advance(1)
         with pytest.raises(NoProgress) as raised:
             await running
+    assert bench.idle == [5.0 * look for look in range(1, 21)]
     assert str(raised.value) == (
         "nothing moved for 100 s: train waits for group 7 since 98 s; group 7 waits for rollout worker 1 since 97 s. "
         "At the end of it stands rollout worker 1"

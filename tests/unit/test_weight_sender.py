@@ -8,12 +8,13 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from actors.engine_arguments import nccl_init_info
-from actors.weight_sender import NcclBroadcast, _Weights
+from actors.weight_sender import NcclBroadcast, _Channel, _Weights
 from rlhf_cluster.config_io import load_config
 
 
@@ -35,7 +36,20 @@ def test_the_group_holds_the_sender_and_every_gpu_of_every_engine() -> None:
     config = load_config(
         Path("configs/ppo_7b_single_node.yaml"), ["rollout.workers=3", "rollout.engine.tensor_parallel=2"]
     )
-    assert NcclBroadcast.from_config(config) == NcclBroadcast(world_size=7)
+    broadcast = NcclBroadcast.from_config(config)
+    assert broadcast == NcclBroadcast(workers=3, tensor_parallel=2)
+    whole = broadcast.transport("10.0.0.1", 4000)
+    assert (whole["members"], whole["nccl"]["world_size"]) == ([0, 1, 2], 7)
+
+
+def test_a_group_without_a_dead_worker_is_smaller_and_ranks_its_members_without_a_gap() -> None:
+    rebuilt = NcclBroadcast(workers=3, tensor_parallel=2).transport("10.0.0.1", 4001, members=[2, 0])
+    assert (rebuilt["members"], rebuilt["nccl"]["world_size"], rebuilt["nccl"]["master_port"]) == ([0, 2], 5, 4001)
+    offsets = [nccl_init_info(rebuilt, slot=slot, tensor_parallel=2)["rank_offset"] for slot in rebuilt["members"]]
+    # Ranks 1-2 and 3-4 beside the sender's 0: all five, each once.
+    assert offsets == [1, 3]
+    with pytest.raises(ValueError, match="at least one rollout worker"):
+        NcclBroadcast(workers=3, tensor_parallel=2).transport("10.0.0.1", 4001, members=[])
 
 
 def test_a_run_that_publishes_through_shared_memory_has_no_broadcast() -> None:
@@ -43,7 +57,7 @@ def test_a_run_that_publishes_through_shared_memory_has_no_broadcast() -> None:
 
 
 def test_sender_and_workers_get_the_same_fields_and_vllm_knows_them_all() -> None:
-    transport = NcclBroadcast(world_size=3).transport("10.0.0.1", 4000)
+    transport = NcclBroadcast(workers=2, tensor_parallel=1).transport("10.0.0.1", 4000)
     told = transport["nccl"]
     assert (told["master_address"], told["master_port"], told["world_size"]) == ("10.0.0.1", 4000, 3)
     assert (told["packed"], told["packed_buffer_size_bytes"], told["packed_num_buffers"]) == (True, 2**28, 2)
@@ -53,7 +67,20 @@ def test_sender_and_workers_get_the_same_fields_and_vllm_knows_them_all() -> Non
 
 
 def test_a_broadcast_reaches_another_process_whole() -> None:
-    assert pickle.loads(pickle.dumps(NcclBroadcast(world_size=3))) == NcclBroadcast(world_size=3)
+    assert pickle.loads(pickle.dumps(NcclBroadcast(3, 2))) == NcclBroadcast(workers=3, tensor_parallel=2)
+
+
+def test_a_channel_sends_each_version_after_the_optimizers_stream_and_leaves_its_group_when_closed() -> None:
+    events: list[str] = []
+    source = _Weights([], finish_stream=lambda: None)
+    engine = SimpleNamespace(
+        send_weights=lambda: events.append(f"send {next(source.weights)}"), shutdown=lambda: events.append("leave")
+    )
+    channel = _Channel(engine, source, before_sending=lambda: events.append("synchronize"))
+    channel(iter([("a", 1)]))
+    channel(iter([("a", 2)]))
+    channel.close()
+    assert events == ["synchronize", "send ('a', 1)", "synchronize", "send ('a', 2)", "leave"]
 
 
 def test_the_packer_gets_finished_copies_in_order_that_outlive_the_learners_tensors() -> None:

@@ -1,0 +1,175 @@
+"""SIGTERM and SIGINT in every phase of a real process: saved or left intact, 143 or 130, and nothing stays behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlhf_cluster.checkpoint_set import newest_checkpoint, sets, step_of, verify
+from rlhf_cluster.config import Config
+from rlhf_cluster.types import TrainBatch, UpdateResult
+from tests import toy_run
+from tests.driver_process import Driver, live_members
+from tests.toy_run import Hold, ToyFleet, toy_config
+
+SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Four synchronous steps, saved at 2 and 4: where the signal comes, and the newest set afterwards."""
+
+    hold: Hold
+    newest_step: int | None
+
+
+CASES = [
+    Case(Hold("reading"), None),
+    Case(Hold("start of Ray"), None),
+    Case(Hold("start-up"), None),
+    Case(Hold("evaluation"), None),
+    # The first of the four groups of step 2.
+    Case(Hold("generation", 5), 1),
+    Case(Hold("training", 3), 3),
+    Case(Hold("publication of 3"), 3),
+    Case(Hold("save", 1), 2),
+    Case(Hold("save", 2), 4),
+    Case(Hold("evaluation", 2), 4),
+    Case(Hold("closing"), 4),
+    Case(Hold("end of Ray"), 4),
+]
+
+
+def config_of(folder: Path, name: str, *overrides: str) -> Config:
+    base = ["run.steps=4", "queue.max_staleness=0", "data.eval_prompts=held_out.jsonl"]
+    return toy_config(folder, f"run.name={name}", *base, "evaluation.samples_per_prompt=1", *overrides)
+
+
+def newest_step(config: Config) -> int | None:
+    """Of the run, whose sets must be whole."""
+    root = Path(config.run.dir) / config.run.name / "checkpoints"
+    assert not list(root.glob(".*")), "an unfinished save was left"
+    for folder in sets(root):
+        verify(folder)
+    newest = newest_checkpoint(root)
+    return None if newest is None else step_of(newest)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_in_any_phase_saves_or_leaves_the_last_set_and_no_process(
+    folder: Path, number: signal.Signals
+) -> None:
+    configs = [config_of(folder, f"{number.name}_{index}") for index in range(len(CASES))]
+    drivers = [
+        Driver(folder / f"{config.run.name}.txt", toy_run.train, config, case.hold)
+        for case, config in zip(CASES, configs, strict=True)
+    ]
+    for driver, _ in Driver.each_report(drivers):
+        driver.send(number)
+    for case, config, driver in zip(CASES, configs, drivers, strict=True):
+        what = f"{case.hold.phase}, visit {case.hold.visit}:\n{driver.output}"
+        assert driver.end(20) == SIGNALS[number], what
+        assert live_members(driver.pid) == [], what
+        assert newest_step(config) == case.newest_step, what
+        assert "failed" not in driver.output, what
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("moment", ["start of Ray", "end of Ray"])
+def test_a_signal_while_ray_starts_or_ends_leaves_no_process_of_it(folder: Path, moment: str) -> None:
+    config = config_of(folder, f"ray_{moment}")
+    driver = Driver(folder / f"{config.run.name}.txt", toy_run.train, config, None, True)
+    driver.wait_for(moment)
+    # Ray has processes of its own about now.
+    time.sleep(1.0 if moment == "start of Ray" else 0.1)
+    assert len(live_members(driver.pid)) > 1
+    driver.send(signal.SIGTERM)
+    assert driver.end(30) == 143, driver.output
+    assert live_members(driver.pid) == [], driver.output
+    assert newest_step(config) == (None if moment == "start of Ray" else 4)
+
+
+def test_a_step_that_outlasts_the_grace_period_is_given_up_and_the_last_set_stays(folder: Path) -> None:
+    config = config_of(folder, "grace", "run.stop_grace_s=0.3")
+    driver = Driver(folder / "grace.txt", toy_run.train, config, Hold("training", 4, seconds=60))
+    driver.wait_for("training")
+    driver.send(signal.SIGTERM)
+    assert driver.end(10) == 143, driver.output
+    assert "runs/grace: starting fresh, no checkpoint here" in driver.output
+    assert "0.3 s after SIGTERM the run has not ended" in driver.output
+    assert newest_step(config) == 2
+    assert live_members(driver.pid) == []
+
+
+def learner_raises_and_closing_too(fleet: ToyFleet) -> None:
+    async def train(batch: TrainBatch) -> UpdateResult:
+        raise RuntimeError("learner rank 1 failed in 'train': the loss is not finite")
+
+    async def close() -> None:
+        await ToyFleet.close(fleet)
+        raise OSError("the scorers are gone too")
+
+    fleet.learner.train, fleet.close = train, close  # type: ignore[method-assign]
+
+
+def test_a_failed_run_exits_1_with_the_first_cause_and_leaves_no_process(folder: Path) -> None:
+    driver = Driver(
+        folder / "failed.txt", toy_run.train, config_of(folder, "failed"), None, False, learner_raises_and_closing_too
+    )
+    assert driver.end(20) == 1
+    assert "failed: RuntimeError: learner rank 1 failed in 'train': the loss is not finite" in driver.output
+    assert live_members(driver.pid) == []
+
+
+def learner_dies_in_the_last_save(fleet: ToyFleet) -> None:
+    """Two times: in the save of step 4, and in the one that the rebuilt group makes up for it."""
+    saves = itertools.count(1)
+    fleet.learner.lost = lambda call: call == "save" and next(saves) in (2, 3)
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(3, 0), (1, 1)])
+def test_a_learner_that_dies_in_the_last_save_is_rebuilt_trains_what_is_missing_and_saves(
+    folder: Path, restarts: int, code: int
+) -> None:
+    config = config_of(folder, f"lost{restarts}", f"guardrails.max_learner_restarts={restarts}")
+    driver = Driver(folder / f"lost{restarts}.txt", toy_run.train, config, None, False, learner_dies_in_the_last_save)
+    assert driver.end(20) == code, driver.output
+    if code:
+        assert "failed: LearnerLost: learner rank 1 failed in 'save': it died" in driver.output
+        assert newest_step(config) == 2
+        return
+    assert newest_step(config) == 4
+    assert "evaluation after (version 10)" in driver.output, "4 + failover 5, steps 6, 7 + failover 8, steps 9, 10"
+    checkpoint = newest_checkpoint(Path(config.run.dir) / config.run.name / "checkpoints")
+    assert checkpoint is not None
+    trained = json.loads((checkpoint / "learner" / "learner.json").read_text())["trained"]
+    assert len(trained) == len(set(trained)) == 16
+
+
+def test_a_stop_that_took_the_learner_too_is_a_stop(folder: Path) -> None:
+    """SIGTERM to every process of a cluster: the learner is gone before the driver can save."""
+    config = config_of(folder, "both")
+    driver = Driver(folder / "both.txt", toy_run.train, config, Hold("training", 4), False, learner_dies_with_a_step)
+    driver.wait_for("training")
+    driver.send(signal.SIGTERM)
+    assert driver.end(20) == 143, driver.output
+    assert "stopped by SIGTERM; the learner is lost too" in driver.output
+    assert newest_step(config) == 2
+    assert live_members(driver.pid) == []
+
+
+def learner_dies_with_a_step(fleet: ToyFleet) -> None:
+    trainings = itertools.count(1)
+    fleet.learner.lost = lambda call: call == "train" and next(trainings) == 4

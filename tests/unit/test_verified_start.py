@@ -1,0 +1,41 @@
+"""A run samples nothing for training before every worker was shown to hold the learner's version 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhf_cluster.controller import RunFailed
+from rlhf_cluster.protocols import PublishReport, WeightSnapshot
+from rlhf_cluster.training_run import TrainingRun
+from tests.unit.builders import async_test
+
+
+def fleet(failed: dict[int, str]) -> tuple[Any, list[WeightSnapshot]]:
+    published: list[WeightSnapshot] = []
+
+    async def snapshot() -> WeightSnapshot:
+        return WeightSnapshot(0, Path("v0"), {})
+
+    async def publish(snapshot: WeightSnapshot) -> PublishReport:
+        published.append(snapshot)
+        return PublishReport(0, (0,), failed, 0.0, 0.0)
+
+    return SimpleNamespace(learner=SimpleNamespace(snapshot=snapshot), sink=SimpleNamespace(publish=publish)), published
+
+
+@async_test
+async def test_version_0_of_the_learner_goes_to_every_worker() -> None:
+    parts, published = fleet({})
+    await TrainingRun._verify_start(SimpleNamespace(), parts)  # type: ignore[arg-type]
+    assert [snapshot.version for snapshot in published] == [0]
+
+
+@async_test
+async def test_one_worker_that_does_not_hold_it_ends_the_run_by_name() -> None:
+    parts, _ = fleet({1: "rollout worker 1: 3 parameters held differ"})
+    with pytest.raises(RunFailed, match=r"do not hold the learner's version 0: .*rollout worker 1: 3 parameters held"):
+        await TrainingRun._verify_start(SimpleNamespace(), parts)  # type: ignore[arg-type]
