@@ -5,12 +5,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PACKAGES := .venv/.packages
 READY := .venv/.project
+TWO := --numprocesses 2 --dist loadfile
 
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast lint bench soak lock clean
+.PHONY: help demo test test-fast lint bench soak drills lock clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -18,14 +19,13 @@ help: ## list the targets
 demo: $(READY) ## align SmolLM2-135M on this machine, from a fresh reward model to the held-out report
 	$(BIN)/rlhf demo
 
-# One pytest process a stage: cheap stages first, and a failed stage stops the ones that start engines.
+# Cheap stages first: a failed one stops those that start engines. Two processes, each with whole files: a file's tests
+# share what is slow to start, and starting is mostly waiting.
 test: test-fast ## every test: unit and simulation, then distributed, integration, e2e
-	$(BIN)/pytest tests/distributed
-	$(BIN)/pytest tests/integration
-	$(BIN)/pytest tests/e2e
+	$(BIN)/pytest $(TWO) tests/distributed tests/integration tests/e2e
 
 test-fast: $(READY) ## unit and simulation tests: no Ray, no vLLM
-	$(BIN)/pytest $(wildcard tests/unit tests/simulation)
+	$(BIN)/pytest $(TWO) tests/unit tests/simulation
 
 lint: $(READY) ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
@@ -37,6 +37,9 @@ bench: $(READY) ## every benchmark in benchmarks/
 
 soak: $(READY) ## 200,000 simulated runs with faults (about 40 minutes on one core)
 	$(BIN)/python -m rlhf_cluster.simulation.soak 200000
+
+drills: $(READY) ## 500 seeded drills: a part of a running system is killed, the run has to finish (about 45 minutes)
+	$(BIN)/python -m tests.drills.run 500
 
 lock: $(READY) ## write requirements/cpu.lock from what .venv holds
 	$(BIN)/python requirements/make_lock.py

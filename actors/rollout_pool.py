@@ -239,13 +239,14 @@ class RolloutPool:
         self._newest = snapshot
         timings: dict[int, UpdateTiming] = {}
         failed: dict[int, str] = {}
+        died: set[int] = set()
 
         async def update(slot: SupervisedSlot[RolloutMember], worker: RolloutMember) -> None:
             try:
                 timings[slot.index] = timing = await worker.update(snapshot, self._config.publish.timeout_s)
                 if timing.verified:
                     log.info(
-                        "%s: all it computes with is version %d of the learner%s",
+                        "%s was verified to hold version %d of the learner%s",
                         worker.name,
                         snapshot.version,
                         "" if timing.probe_nats is None else f"; {timing.probe_nats:.4f} nats a token on the probe",
@@ -254,6 +255,7 @@ class RolloutPool:
                 # Told now: the publication may wait for its successor, and then has nothing to report.
                 log.warning("%s", error)
                 failed[slot.index] = str(error)
+                died.add(slot.index)
             except WorkerFailed as error:
                 failed[slot.index] = str(error)
                 slot.emit("fenced", str(error))
@@ -275,6 +277,7 @@ class RolloutPool:
             failed={index: cause for index, cause in failed.items() if index not in applied},
             paused_s=max((timing.paused_s for timing in timings.values()), default=0.0),
             total_s=time.monotonic() - started,
+            died=frozenset(died.difference(applied)),
         )
 
     def _serve(self, snapshot: WeightSnapshot) -> tuple[int, ...]:
@@ -290,21 +293,25 @@ class RolloutPool:
 
     def receivers(self) -> dict[int, int]:
         """Slot -> incarnation of every worker that can be in a transfer group: alive, fenced or not."""
+        return {index: worker.incarnation for index, worker in self._receiving().items()}
+
+    def _receiving(self) -> dict[int, RolloutMember]:
         return {
-            slot.index: worker.incarnation
+            slot.index: worker
             for slot in self._slots.values()
             if slot.index not in self._draining and (worker := slot.serving) is not None
         }
 
     async def until_waiting(self) -> None:
-        """Until a worker is alive and fenced: it waits for weights.
+        """Until a worker that can be in a transfer group is fenced: it waits for weights.
 
         Raises:
             NoWorkersLeft: every worker is down, and none comes back.
         """
         await self._changes.until(
             lambda: (
-                any(worker.fenced for worker in self._workers()) or (self._nobody_returns() and not self._workers())
+                any(worker.fenced for worker in self._receiving().values())
+                or (self._nobody_returns() and not self._workers())
             ),
             clock=self._clock,
         )

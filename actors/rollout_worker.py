@@ -36,6 +36,7 @@ from actors.engine_arguments import (
     neutral_sampling,
     stop_token_ids,
 )
+from actors.fetched_snapshots import FetchedSnapshots
 from actors.health import Health, Pulse
 from rlhf_cluster.config import EngineConfig, PublishConfig
 from rlhf_cluster.diagnosis import logprob_probe
@@ -46,7 +47,6 @@ from rlhf_cluster.weight_manifest import check_names
 logger = logging.getLogger(__name__)
 
 INITIAL_VERSION = 0
-_FETCH_TIMEOUT_S = 120.0
 
 
 class WorkerFenced(RuntimeError):
@@ -64,7 +64,8 @@ class UpdateTiming:
     paused_s: float
     total_s: float
     verified: bool = False
-    """Whether everything held was compared to the snapshot, not its bytes alone."""
+    """Whether it was held against the learner beyond the bytes that came: every copy to the bit, or after a broadcast,
+    which leaves nothing to compare with, by the log-prob probe alone."""
     probe_nats: float | None = None
     """Mean |engine - learner| of the log-prob probe, nats a token; None when not due or not in the snapshot."""
 
@@ -135,6 +136,7 @@ class RolloutWorker(Health):
         self._joined: dict[str, Any] | None = None
         """Init info of the transfer group, or of the receiver, that the engine is in."""
         self._updating = asyncio.Lock()
+        self._fetched = FetchedSnapshots()
         self._since_verified: int | None = None
         """Updates since the last verified one; None: the next is to be verified whatever its number."""
         self._settled = asyncio.Event()
@@ -302,13 +304,14 @@ class RolloutWorker(Health):
         update = await self._prepare_transfer(snapshot)
         paused_at = time.monotonic()
         await self._apply(update, snapshot.version, step)
+        compared = due and await self._compare(update)
         if due:
-            await self._compare(update)
             self._settled.clear()
         await self._engine.resume_generation()
         resumed_at = time.monotonic()
         nats = await self._probe(snapshot) if due else None
-        return UpdateTiming(resumed_at - paused_at, time.monotonic() - begun, verified=due, probe_nats=nats)
+        verified = compared or nats is not None
+        return UpdateTiming(resumed_at - paused_at, time.monotonic() - begun, verified=verified, probe_nats=nats)
 
     async def _verify_held(self, snapshot: WeightSnapshot, begun: float) -> UpdateTiming:
         self._settled.clear()
@@ -331,7 +334,7 @@ class RolloutWorker(Health):
         else:
             init_info = {"names": self._weight_names}
             entries = {name: dict(entry) for name, entry in snapshot.manifest["tensors"].items()}
-            path = await asyncio.to_thread(_fetch_checked, snapshot, entries)
+            path = await asyncio.to_thread(self._fetched_and_checked, snapshot, entries)
             update = {"path": str(path), "tensors": entries}
         if init_info != self._joined:
             if self._joined is not None:
@@ -340,6 +343,18 @@ class RolloutWorker(Health):
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
             self._joined = init_info
         return update
+
+    def _fetched_and_checked(self, snapshot: WeightSnapshot, entries: dict[str, dict[str, Any]]) -> Path:
+        """Path of the snapshot on this node, every byte of it held against the learner's checksums.
+
+        Raises:
+            WeightMismatch: it differs. FileNotFoundError: it is gone.
+        """
+        from actors.snapshot_file import check_snapshot
+
+        path = self._fetched.path(snapshot)
+        check_snapshot(path, entries)
+        return path
 
     async def _apply(self, update: dict[str, Any], version: int, step: _Step) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -354,11 +369,13 @@ class RolloutWorker(Health):
         if recompute and not await self._engine.reset_prefix_cache():
             raise RuntimeError(f"{self.name}: the engine could not drop its KV cache of older weights")
 
-    async def _compare(self, update: dict[str, Any]) -> None:
-        """Raises WeightMismatch (as the engine wraps it) when anything held differs. A broadcast left nothing to
-        compare with: there the probe alone judges."""
-        if "path" in update:
-            await self._engine.collective_rpc("verify_weights", args=(update["path"], update["tensors"]))
+    async def _compare(self, update: dict[str, Any]) -> bool:
+        """False after a broadcast: it left nothing to compare with. Raises WeightMismatch (as the engine wraps it) when
+        anything held differs."""
+        if "path" not in update:
+            return False
+        await self._engine.collective_rpc("verify_weights", args=(update["path"], update["tensors"]))
+        return True
 
     async def _probe(self, snapshot: WeightSnapshot) -> float | None:
         entry = snapshot.manifest.get("probe")
@@ -411,6 +428,7 @@ class RolloutWorker(Health):
     async def close(self) -> None:
         """Stop the engine process."""
         self._fenced = "it was closed"
+        self._fetched.close()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.shutdown()
@@ -426,43 +444,6 @@ def _sampled_logprobs(flat: Any, token_ids: np.ndarray) -> np.ndarray:
     if not np.array_equal(np.asarray(flat.token_ids)[starts], token_ids):
         raise RuntimeError("the engine's log-probs belong to other tokens than it sampled")
     return np.asarray(flat.logprobs, dtype=np.float32)[starts]
-
-
-def _fetch_checked(snapshot: WeightSnapshot, entries: dict[str, dict[str, Any]]) -> Path:
-    """Path of the snapshot on this node, every byte of it held against the learner's checksums.
-
-    Raises:
-        WeightMismatch: it differs. FileNotFoundError: it is gone.
-    """
-    from actors.snapshot_file import check_snapshot
-
-    path = _materialise(snapshot)
-    check_snapshot(path, entries)
-    return path
-
-
-def _materialise(snapshot: WeightSnapshot) -> Path:
-    """Path of the snapshot on this node, fetched from Ray's object store when the learner wrote it on another.
-
-    ``transport["object"]`` is a reference to the file's bytes as a uint8 array.
-    """
-    if snapshot.path.exists():
-        return snapshot.path
-    if "object" not in snapshot.transport:
-        raise FileNotFoundError(f"snapshot {snapshot.path} is not on this node and carries no object to fetch it from")
-    import ray
-
-    content = np.asarray(ray.get(snapshot.transport["object"], timeout=_FETCH_TIMEOUT_S))
-    snapshot.path.parent.mkdir(parents=True, exist_ok=True)
-    # Workers of one node may fetch at once: each writes its own file, the rename is atomic and they are the same.
-    partial = snapshot.path.with_name(f".{snapshot.path.name}.{os.getpid()}")
-    content.tofile(partial)
-    partial.replace(snapshot.path)
-    # An older version that a neighbour still reads stays readable to it: only its name goes.
-    for older in snapshot.path.parent.glob("v*.safetensors"):
-        if older != snapshot.path:
-            older.unlink(missing_ok=True)
-    return snapshot.path
 
 
 def _register_model_in_process(folder: Path) -> None:

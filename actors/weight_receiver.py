@@ -12,6 +12,7 @@ begin a new update after a failed ``update_weights`` but not after a failed ``fi
 from __future__ import annotations
 
 import ctypes
+import logging
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from actors.held_weights import differing_parameters
 from actors.snapshot_file import map_snapshot
 from rlhf_cluster.weight_manifest import WeightMismatch, check_names
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "shared_memory"
 _PR_SET_PDEATHSIG = 1
@@ -88,9 +91,14 @@ class SnapshotReceiver(WeightTransferEngine[SnapshotInitInfo, SnapshotUpdateInfo
         initialize_layerwise_reload(self.model)
         try:
             loaded = self.model.load_weights(iter(tensors.items()))
-        finally:
-            # Also after an error: it takes the layers off the meta device, so that a later update can start afresh.
-            finalize_layerwise_reload(self.model, self.model_config)
+        except BaseException:
+            # It takes the layers off the meta device, so that a later update can start afresh.
+            try:
+                finalize_layerwise_reload(self.model, self.model_config)
+            except Exception:
+                logger.exception("the layers could not be put back after a load that failed")
+            raise
+        finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
         if loaded is not None and (unloaded := parameters - loaded - tied_head_names(self.model)):
             raise WeightMismatch(f"weight update left {len(unloaded)} parameters unloaded: {sorted(unloaded)[:5]}")

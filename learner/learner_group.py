@@ -12,7 +12,6 @@ that failed is rebuilt with ``restart`` and goes on from a checkpoint with ``loa
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import faulthandler
 import glob
 import logging
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from learner.host_memory import return_freed_memory
 from learner.spec import LearnerSpec
 from rlhf_cluster.causes import death_cause
 from rlhf_cluster.protocols import LearnerLost, WeightBroadcast, WeightSnapshot
@@ -108,7 +108,7 @@ class RankActor:
 
     def train(self, batch: TrainBatch) -> UpdateResult:
         result = self._ready().train(batch)
-        _return_free_memory()
+        return_freed_memory()
         return result
 
     def logprobs(self, rollouts: Sequence[Rollout]) -> list[Floats]:
@@ -293,10 +293,15 @@ class LearnerGroup:
         Raises:
             LearnerFailed, TimeoutError: naming the rank that did not come up.
         """
-        self._kill()
-        self._publication = self._transport = None
-        await self.start()
-        self._version = (await self._call("renumber", version))[0]
+        # Nobody is sent the weights of ranks that are being replaced.
+        self._training = True
+        try:
+            self._kill()
+            self._publication = self._transport = None
+            await self.start()
+            self._version = (await self._call("renumber", version))[0]
+        finally:
+            self._training = False
 
     async def close(self) -> None:
         """Free the ranks and end their processes, also those that do not answer; snapshots are removed."""
@@ -379,11 +384,13 @@ class LearnerGroup:
         return replace(snapshot, transport=transport)
 
     async def _published(self) -> None:
-        if self._publication is None:
-            return
-        await asyncio.wait([self._publication])
-        if not self._publication.cancelled():
-            self._publication.result()
+        # The next one may begin while this waits: a worker that came back is sent the weights again.
+        while (publication := self._publication) is not None:
+            if publication.done():
+                if not publication.cancelled():
+                    publication.result()
+                return
+            await asyncio.wait([publication])
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Answers of all ranks, in rank order."""
@@ -421,13 +428,6 @@ def remove_stale_snapshots(folder: Path) -> None:
         if stale != folder:
             logger.warning("removing %s: a driver that was killed left it", stale)
             shutil.rmtree(stale, ignore_errors=True)
-
-
-def _return_free_memory() -> None:
-    """Give freed pages back to the system. Batches differ in shape, and glibc keeps what the largest ones needed."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def _several_nodes() -> bool:

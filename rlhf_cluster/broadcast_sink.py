@@ -79,7 +79,7 @@ class BroadcastSink:
         self._learner = learner
         self._timeout_s = timeout_s
         self._members: Mapping[int, int] = {}
-        """Slot -> incarnation in the group; empty when the next publication has to form one."""
+        """Slot -> incarnation in a group whose last broadcast succeeded; empty: the next one needs another."""
         self._transport: Mapping[str, Any] = {}
         self._one_at_a_time = asyncio.Lock()
         self._readmitting: asyncio.Task[None] | None = None
@@ -92,12 +92,16 @@ class BroadcastSink:
         Raises:
             SenderLost: naming every party that failed or missed its deadline. Or what says that no worker is left.
         """
-        if self._readmitting is not None:
-            self._readmitting.cancel()
+        self.stop_readmitting()
         report = await self._held(snapshot)
         self._readmitting = asyncio.ensure_future(self._readmit(snapshot))
         self._readmitting.add_done_callback(_log_failure)
         return report
+
+    def stop_readmitting(self) -> None:
+        """Begin no broadcast to workers that come back before the next ``publish`` is over."""
+        if self._readmitting is not None:
+            self._readmitting.cancel()
 
     async def _held(self, snapshot: WeightSnapshot) -> PublishReport:
         publication = asyncio.ensure_future(self._until_applied(snapshot))
@@ -128,10 +132,11 @@ class BroadcastSink:
     async def _once(self, snapshot: WeightSnapshot) -> PublishReport:
         members = dict(self._workers.receivers())
         # A learner that was rebuilt knows nothing of the group that the one before it was in.
-        if members != self._members or snapshot.transport != self._transport:
-            self._members = {}
+        usable = members == self._members and snapshot.transport == self._transport
+        # A broadcast that anything breaks off, a cancellation too, may leave a party in the middle of a collective.
+        self._members = {}
+        if not usable:
             self._transport = await self._learner.regroup(sorted(members))
-            self._members = members
             log.info("transfer group of workers %s, for version %d", sorted(members), snapshot.version)
         snapshot = replace(snapshot, transport=self._transport)
         sending = asyncio.ensure_future(self._learner.broadcast(snapshot.version, timeout_s=self._timeout_s))
@@ -144,13 +149,13 @@ class BroadcastSink:
                 await asyncio.wait(missing, timeout=_SECONDS_FOR_THE_OTHER_SIDE)
             errors = [error for side in sides if side.done() and (error := side.exception()) is not None]
             report = receiving.result() if receiving.done() and receiving.exception() is None else None
-            if errors or report is None or report.failed:
-                self._members = {}
             if errors:
                 self._workers.fence()
                 causes = [*(report.failed.values() if report is not None else ()), *(str(error) for error in errors)]
                 raise _failure(snapshot.version, causes) from errors[0]
             assert report is not None
+            if not report.failed:
+                self._members = members
             return report
         finally:
             for side in sides:

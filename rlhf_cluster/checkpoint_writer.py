@@ -112,6 +112,7 @@ class CheckpointWriter:
         self._clock = _Stopwatch()
         self._gave_up = False
         self._abandon = threading.Event()
+        """Of the newest save alone: one that was given up stays so, the next has a chance of its own."""
         self._failure: str | None = None
         self._failed_step = 0
         self._left: Path | None = None
@@ -170,6 +171,7 @@ class CheckpointWriter:
         clock.unblock()
         self._gave_up = False
         self._running_step = step
+        self._abandon = threading.Event()
         manifest = Manifest(step, self._metric(step, metric), {})
         self._running = asyncio.ensure_future(self._complete(partial, text, manifest, clock))
 
@@ -217,11 +219,12 @@ class CheckpointWriter:
     async def _complete(self, partial: Path, text: str, begun: Manifest, clock: _Stopwatch) -> None:
         """``begun`` is the manifest without its files."""
         self._clock = clock
+        abandon = self._abandon
         try:
-            manifest = await _in_thread(lambda: self._make_set(partial, text, begun))
+            manifest = await _in_thread(lambda: self._make_set(partial, text, begun, abandon))
         except asyncio.CancelledError:
             # The thread is still at work in the partial folder: deleting it now could leave half a set with a name.
-            self._abandon.set()
+            abandon.set()
             raise
         except _Abandoned:
             await self._discard(partial)
@@ -314,14 +317,14 @@ class CheckpointWriter:
                 return _GROWTH * read_manifest(folder).total_bytes
         return self._first_bytes
 
-    def _make_set(self, partial: Path, text: str, begun: Manifest) -> Manifest:
+    def _make_set(self, partial: Path, text: str, begun: Manifest, abandon: threading.Event) -> Manifest:
         files = self._files
         final = step_folder(self._root, begun.step)
         files.write(partial / STATE, text)
         entries = {}
         folders = [partial]
         for path in sorted(partial.rglob("*")):
-            if self._abandon.is_set():
+            if abandon.is_set():
                 raise _Abandoned
             if path.is_dir():
                 folders.append(path)

@@ -438,7 +438,9 @@ class PublishConfig(Section):
     kv_cache: Literal["recompute", "keep"] = Field(
         "recompute", description="Whether unfinished requests recompute their KV cache under the new weights."
     )
-    timeout_s: Positive = Field(300.0, description="Seconds an engine may take to apply an update before it is fenced.")
+    timeout_s: Positive = Field(
+        300.0, description="Seconds a worker may take to apply an update before it is ended and started again."
+    )
     verify_every: PositiveInt = Field(
         10,
         description="Publications from one verification of everything an engine computes with (packed and tied copies "

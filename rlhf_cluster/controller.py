@@ -434,7 +434,7 @@ class Controller:
             self._before_publication(snapshot.version)
         report = await self._sink.publish(snapshot)
         for index, cause in report.failed.items():
-            log.warning("rollout worker %d is fenced: version %d failed: %s", index, report.version, cause)
+            log.warning("rollout worker %d did not take version %d: %s", index, report.version, cause)
         if not report.applied:
             raise RunFailed(f"no rollout worker took version {report.version}: {dict(report.failed)}")
         self._recorder.weights_published(report)

@@ -87,7 +87,8 @@ def _start_ray(where: Mapping[str, Any]) -> None:
     except SystemExit:
         raise Stopped(signal.SIGTERM) from None
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        if handler is not None:  # None: not set from Python, and Python cannot put it back
+            signal.signal(signal.SIGTERM, handler)
 
 
 def snapshot_folder(config: Config) -> Path:
@@ -178,6 +179,8 @@ class Fleet:
 
     async def close(self) -> None:
         """End every part, started or not."""
+        if isinstance(self.sink, BroadcastSink):
+            self.sink.stop_readmitting()
         for task in self._starting.values():
             task.cancel()
         await asyncio.gather(*self._starting.values(), return_exceptions=True)

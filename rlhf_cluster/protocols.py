@@ -109,13 +109,17 @@ class WeightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Which worker slots now serve ``version``, which failed and are fenced, and how long generation stood still."""
+    """Which worker slots now serve ``version``, which failed and are fenced, and how long generation stood still.
+
+    ``died``: those of ``failed`` whose process is gone. What replaces them holds the newest version before it serves.
+    """
 
     version: int
     applied: tuple[int, ...]
     failed: Mapping[int, str]
     paused_s: float
     total_s: float
+    died: frozenset[int] = frozenset()
 
 
 class WeightSink(Protocol):

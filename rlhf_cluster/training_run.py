@@ -130,8 +130,7 @@ class TrainingRun:
             fleet = start_fleet(self._member_event)
             self._fleet = fleet
             try:
-                step = await self._prepare(fleet)
-                controller = await self._train(fleet, step, signals, self._sample_writer(stack))
+                controller = await self._train(fleet, signals, self._sample_writer(stack))
                 # What follows can be done again from the checkpoint, so a signal ends it at once.
                 signals.on_first = signals.cancel
                 if not controller.stopped:
@@ -202,8 +201,9 @@ class TrainingRun:
     async def _verify_start(self, fleet: Fleet) -> None:
         """Every worker must hold the learner's version 0, to the bit, before anything is sampled for training."""
         report = await fleet.sink.publish(await fleet.learner.snapshot())
-        if report.failed:
-            raise RunFailed(f"rollout workers do not hold the learner's version 0: {dict(report.failed)}")
+        # One that died is replaced, and its successor verified before it serves.
+        if refused := {slot: cause for slot, cause in report.failed.items() if slot not in report.died}:
+            raise RunFailed(f"rollout workers do not hold the learner's version 0: {refused}")
 
     async def _publish_restored(self, fleet: Fleet) -> None:
         snapshot = await fleet.learner.snapshot()
@@ -216,17 +216,16 @@ class TrainingRun:
     async def _train(
         self,
         fleet: Fleet,
-        step: int,
         signals: Signals,
         on_batch: Callable[[int, TrainBatch], None] | None,
     ) -> Controller:
-        """Run the control loop to its end and save, with a new one each time the learner had to be rebuilt."""
+        """Bring the parts up, run the control loop to its end and save; with a new loop each time the learner had to be
+        rebuilt."""
         lost: LearnerLost | None = None
         while True:
             try:
-                if lost is not None:
-                    signals.on_first = signals.cancel
-                    step = await self._rebuild_learner(fleet, lost)
+                signals.on_first = signals.cancel
+                step = await (self._prepare(fleet) if lost is None else self._rebuild_learner(fleet, lost))
                 controller = self._controller(fleet, step, on_batch)
                 signals.on_first = controller.stop
                 self._view.phase("training")
@@ -287,9 +286,18 @@ class TrainingRun:
             f"at most {self._config.guardrails.max_learner_restarts} (guardrails.max_learner_restarts)"
         )
         self._view.phase("rebuilding the learner")
+        await fleet.ready("rollout workers", "scorers")
         with contextlib.suppress(CheckpointFailed):
             await self._writer.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
-        found = await asyncio.to_thread(survey, self._folder.checkpoints)
+        try:
+            found = await asyncio.wait_for(
+                asyncio.to_thread(survey, self._folder.checkpoints), self._config.checkpoint.save_timeout_s
+            )
+        except TimeoutError:
+            raise RunFailed(
+                f"the disk did not list the checkpoints in {self._folder.checkpoints} within "
+                f"{self._config.checkpoint.save_timeout_s:g} s (checkpoint.save_timeout_s)"
+            ) from None
         version = max(self._queue.learner_version, self._published.highest) + 1
         self._queue.fail_over(version)
         self._cursor = PromptCursor(self._inputs.train, seed=self._config.run.seed)

@@ -130,6 +130,7 @@ class ToyLearner(FakeLearner):
         return result
 
     async def snapshot(self) -> WeightSnapshot:
+        self._check_alive("snapshot")
         return WeightSnapshot(self.version, Path("nowhere"), {"trained": list(self.trained)})
 
     async def save(self, folder: Path) -> None:
@@ -141,6 +142,7 @@ class ToyLearner(FakeLearner):
         (folder / "learner.json").write_text(json.dumps(state))
 
     async def load(self, folder: Path, *, version: int | None = None) -> None:
+        self._check_alive("load")
         state = json.loads((folder / "learner.json").read_text())
         self.trained = state["trained"]
         self.version = state["version"] if version is None else version

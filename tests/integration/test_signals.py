@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import signal
@@ -156,6 +157,32 @@ def test_a_learner_that_dies_in_the_last_save_is_rebuilt_trains_what_is_missing_
     assert checkpoint is not None
     trained = json.loads((checkpoint / "learner" / "learner.json").read_text())["trained"]
     assert len(trained) == len(set(trained)) == 16
+
+
+def learner_dies_at_first(call: str, fleet: ToyFleet) -> None:
+    calls = itertools.count(1)
+    fleet.learner.lost = lambda name: name == call and next(calls) == 1
+
+
+def test_a_learner_that_dies_before_the_first_step_is_rebuilt(folder: Path) -> None:
+    """In the check of version 0 of a fresh run, then while the checkpoint of its last step is loaded again."""
+    fresh = config_of(folder, "early")
+    driver = Driver(
+        folder / "early1.txt", toy_run.train, fresh, None, False, functools.partial(learner_dies_at_first, "snapshot")
+    )
+    assert driver.end(20) == 0, driver.output
+    assert "the learner is lost (learner rank 1 failed in 'snapshot': it died)" in driver.output
+    longer = config_of(folder, "early", "run.steps=6")
+    driver = Driver(
+        folder / "early2.txt", toy_run.train, longer, None, False, functools.partial(learner_dies_at_first, "load")
+    )
+    assert driver.end(20) == 0, driver.output
+    assert "the learner is lost (learner rank 1 failed in 'load': it died)" in driver.output
+    checkpoint = newest_checkpoint(Path(longer.run.dir) / longer.run.name / "checkpoints")
+    assert checkpoint is not None
+    assert newest_step(longer) == 6
+    trained = json.loads((checkpoint / "learner" / "learner.json").read_text())["trained"]
+    assert len(trained) == len(set(trained)) == 24
 
 
 def test_a_stop_that_took_the_learner_too_is_a_stop(folder: Path) -> None:

@@ -243,3 +243,34 @@ async def test_a_learner_that_was_rebuilt_meets_the_same_workers_in_a_new_group(
     world.transport = {"port": 900, "members": [0, 1]}
     assert (await sink.publish(world.next())).applied == (0, 1)
     assert world.broadcasts == [(1, 101), (2, 102)]
+
+
+@async_test
+async def test_a_group_whose_broadcast_was_broken_off_is_not_used_again() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+
+    async def stuck(snapshot: WeightSnapshot) -> PublishReport:
+        return await asyncio.get_running_loop().create_future()
+
+    applying, world.publish = world.publish, stuck  # type: ignore[method-assign]
+    publishing = asyncio.ensure_future(sink.publish(world.next()))
+    await settle()
+    publishing.cancel()
+    await asyncio.wait([publishing])
+    world.publish = applying  # type: ignore[method-assign]
+    assert (await sink.publish(world.next())).applied == (0, 1)
+    # Version 2 is in the middle of the group at port 101 for whoever had begun it.
+    assert world.broadcasts == [(1, 101), (2, 101), (3, 102)]
+
+
+@async_test
+async def test_nothing_is_broadcast_again_by_a_sink_that_was_told_to_stop() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    sink.stop_readmitting()
+    world.comes_back(1, incarnation=2)
+    await settle()
+    assert world.broadcasts == [(1, 101)]

@@ -381,6 +381,21 @@ async def test_a_disk_that_hangs_before_the_first_file_does_not_hang_the_run(tmp
 
 
 @async_test
+async def test_a_save_that_was_given_up_spoils_no_later_one(tmp_path: Path, slow: GatedFiles) -> None:
+    writer = writer_of(tmp_path, slow)
+    await writer.save(1, state_of(1), tensors_of(1))
+    with pytest.raises(CheckpointFailed, match="step 1"):
+        await writer.finish(timeout_s=0.05)
+    slow.gate.set()
+    with pytest.raises(CheckpointFailed, match="step 1"):
+        await writer.finish(timeout_s=20)
+    assert names(tmp_path) == [], "what was given up is deleted when the disk answers"
+    await writer.save(2, state_of(2), tensors_of(2))
+    assert await writer.finish(timeout_s=20) == step_folder(tmp_path, 2)
+    assert sets(tmp_path) == [step_folder(tmp_path, 2)]
+
+
+@async_test
 async def test_a_disk_that_comes_back_heals_the_run(tmp_path: Path, slow: GatedFiles) -> None:
     writer = writer_of(tmp_path, slow, wait_s=1.0)
     await writer.save(1, state_of(1), tensors_of(1))

@@ -14,7 +14,7 @@ from rlhf_cluster.training_run import TrainingRun
 from tests.unit.builders import async_test
 
 
-def fleet(failed: dict[int, str]) -> tuple[Any, list[WeightSnapshot]]:
+def fleet(failed: dict[int, str], died: frozenset[int] = frozenset()) -> tuple[Any, list[WeightSnapshot]]:
     published: list[WeightSnapshot] = []
 
     async def snapshot() -> WeightSnapshot:
@@ -22,7 +22,7 @@ def fleet(failed: dict[int, str]) -> tuple[Any, list[WeightSnapshot]]:
 
     async def publish(snapshot: WeightSnapshot) -> PublishReport:
         published.append(snapshot)
-        return PublishReport(0, (0,), failed, 0.0, 0.0)
+        return PublishReport(0, (0,), failed, 0.0, 0.0, died)
 
     return SimpleNamespace(learner=SimpleNamespace(snapshot=snapshot), sink=SimpleNamespace(publish=publish)), published
 
@@ -39,3 +39,9 @@ async def test_one_worker_that_does_not_hold_it_ends_the_run_by_name() -> None:
     parts, _ = fleet({1: "rollout worker 1: 3 parameters held differ"})
     with pytest.raises(RunFailed, match=r"do not hold the learner's version 0: .*rollout worker 1: 3 parameters held"):
         await TrainingRun._verify_start(SimpleNamespace(), parts)  # type: ignore[arg-type]
+
+
+@async_test
+async def test_one_that_died_meanwhile_is_left_to_its_supervisor() -> None:
+    parts, _ = fleet({1: "rollout worker 1 died during the update to version 0"}, frozenset({1}))
+    await TrainingRun._verify_start(SimpleNamespace(), parts)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""Weights of another node come to this one once, and nothing of them stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.fetched_snapshots import FetchedSnapshots
+from rlhf_cluster.protocols import WeightSnapshot
+
+
+def snapshot(folder: Path, version: int, content: bytes | None) -> WeightSnapshot:
+    transport: dict[str, Any] = {} if content is None else {"object": content}
+    return WeightSnapshot(version, folder / f"v{version}.safetensors", {}, transport)
+
+
+def fetcher(calls: list[Any]) -> FetchedSnapshots:
+    def fetch(reference: Any) -> np.ndarray:
+        calls.append(reference)
+        return np.frombuffer(reference, dtype=np.uint8)
+
+    return FetchedSnapshots(fetch)
+
+
+def test_two_workers_of_a_node_fetch_once_and_older_versions_go(tmp_path: Path) -> None:
+    folder, calls = tmp_path / "rlhf-run.driver", []
+    one, other = fetcher(calls), fetcher(calls)
+    assert one.path(snapshot(folder, 1, b"first")).read_bytes() == b"first"
+    assert other.path(snapshot(folder, 1, b"first")).read_bytes() == b"first"
+    assert other.path(snapshot(folder, 2, b"second")).read_bytes() == b"second"
+    assert calls == [b"first", b"second"]
+    assert [path.name for path in folder.iterdir()] == ["v2.safetensors"]
+
+
+def test_a_snapshot_that_is_gone_and_carries_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"v1\.safetensors is not on this node and carries no object"):
+        FetchedSnapshots().path(snapshot(tmp_path, 1, None))
+
+
+def test_what_dead_drivers_and_dead_workers_left_goes_with_the_first_fetch(tmp_path: Path) -> None:
+    folder, dead_driver, other_run = (tmp_path / name for name in ("rlhf-run.b", "rlhf-run.a", "rlhf-walk.a"))
+    for left in (folder, dead_driver, other_run):
+        left.mkdir()
+        (left / "v7.safetensors").write_bytes(b"old")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    (folder / f".v7.safetensors.{ended.pid}").write_bytes(b"half")
+    writing = folder / f".v8.safetensors.{os.getppid()}"
+    writing.write_bytes(b"in progress")
+    fetcher([]).path(snapshot(folder, 8, b"new"))
+    assert sorted(path.name for path in folder.iterdir()) == [writing.name, "v8.safetensors"]
+    assert not dead_driver.exists()
+    assert other_run.exists()
+
+
+def test_closing_removes_what_was_fetched_and_leaves_the_learners_own(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "v1.safetensors").write_bytes(b"learner")
+    on_its_node = fetcher([])
+    on_its_node.path(snapshot(own, 1, b"learner"))
+    on_its_node.close()
+    assert (own / "v1.safetensors").exists()
+    away = fetcher([])
+    away.path(snapshot(tmp_path / "away", 1, b"learner"))
+    away.close()
+    assert not (tmp_path / "away").exists()
