@@ -38,7 +38,7 @@ bench: $(READY) ## every benchmark in benchmarks/
 soak: $(READY) ## 200,000 simulated runs with faults (about 40 minutes on one core)
 	$(BIN)/python -m rlhf_cluster.simulation.soak 200000
 
-drills: $(READY) ## 500 seeded drills: a part of a running system is killed, the run has to finish (about 45 minutes)
+drills: $(READY) ## 500 seeded drills: a part of a running system is killed, the run has to finish (about 40 minutes)
 	$(BIN)/python -m tests.drills.run 500
 
 lock: $(READY) ## write requirements/cpu.lock from what .venv holds

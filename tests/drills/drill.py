@@ -20,7 +20,7 @@ from rlhf_cluster.launch import snapshot_folder
 from tests.drills import driver, invariants
 from tests.drills.driver import Order
 from tests.drills.plan import Plan
-from tests.drills.processes import current, descendants, outlive, registered, running
+from tests.drills.processes import current, descendants, kill, outlive, registered
 
 _RUN_DEADLINE_S = 120.0
 _GONE_DEADLINE_S = 20.0
@@ -146,8 +146,7 @@ class _Drill:
     def close(self) -> None:
         """Whatever happened, nothing of this drill runs on."""
         for process in [*self._seen.values(), *registered(self._folder).values()]:
-            if running(process.pid) is not None and process.is_running():
-                process.kill()
+            kill(process)
         for folder in self._in_memory():
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -34,8 +35,9 @@ def registered(folder: Path) -> dict[str, psutil.Process]:
     for path in (folder / "pids").glob("[!.]*.*"):
         pid, created = path.read_text().split()
         process = running(int(pid))
-        if process is not None and abs(process.create_time() - float(created)) < 0.1:
-            found[path.name] = process
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process is not None and abs(process.create_time() - float(created)) < 0.1:
+                found[path.name] = process
     return found
 
 
@@ -48,8 +50,17 @@ def running(pid: int) -> psutil.Process | None:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    process = running(pid)
-    return [] if process is None else process.children(recursive=True)
+    """Empty when it has ended, also while this looks."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(process: psutil.Process) -> None:
+    """Nothing when it has ended, or its pid is another's."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
 
 
 # Ray's agents of a node whose GCS is gone try for 60 s to tell it (a constant of Ray) and end then. They hold no GPU,

@@ -25,7 +25,7 @@ import pytest
 from rlhf_cluster.checkpoint_set import newest_checkpoint, verify
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.launch import snapshot_folder
-from tests.drills.processes import descendants, outlive
+from tests.drills.processes import descendants, kill, outlive
 from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 STEPS, GROUPS, SAMPLES, MAX_STALENESS = 5, 4, 2, 1
@@ -70,7 +70,7 @@ class Run:
             f"queue.max_staleness={MAX_STALENESS}",
             "checkpoint.every_steps=2",
             # One group after the other, half a second each: one is running whenever the queue has room.
-            "rollout.max_new_tokens=300",
+            "rollout.max_new_tokens=200",
             "rollout.engine.max_num_seqs=2",
             "metrics.prometheus=null",
             "metrics.samples_per_step=1000",
@@ -138,8 +138,10 @@ class Run:
         return self.driver.wait(seconds)
 
     def end(self) -> None:
-        for process in [*descendants(self.driver.pid), psutil.Process(self.driver.pid)]:
-            process.kill()
+        for process in descendants(self.driver.pid):
+            kill(process)
+        self.driver.kill()
+        self.driver.wait()
         for folder in self._in_memory.parent.glob(f"{self._in_memory.stem}.*"):
             shutil.rmtree(folder, ignore_errors=True)
 
