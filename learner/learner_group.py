@@ -12,7 +12,6 @@ that failed is rebuilt with ``restart`` and goes on from a checkpoint with ``loa
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import glob
 import logging
 import os
@@ -31,6 +30,7 @@ from learner.spec import LearnerSpec
 from rlhf_cluster.causes import death_cause
 from rlhf_cluster.protocols import LearnerLost, WeightBroadcast, WeightSnapshot
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
+from rlhf_cluster.watchdog import own_stacks
 
 if TYPE_CHECKING:
     from learner.learner import LearnerRank
@@ -147,9 +147,9 @@ class RankActor:
         return self._learner.progress if self._learner is not None else 0
 
     @ray.method(concurrency_group="health")
-    def dump_stacks(self) -> None:
-        """Print what every thread is doing to this rank's log."""
-        faulthandler.dump_traceback(all_threads=True)
+    def dump_stacks(self) -> str:
+        """What every thread is doing, also while one trains."""
+        return own_stacks()
 
     def close(self) -> None:
         if self._learner is not None:
@@ -333,11 +333,12 @@ class LearnerGroup:
                 if done != seen:
                     seen, since = done, now
                 elif now - since > stall_s and not answer.done():
-                    await self._dump_stacks()
+                    for name, stacks in (await self.dump_stacks()).items():
+                        logger.error("%s ran no micro-batch for %g s; its stacks:\n%s", name, stall_s, stacks)
                     ranks = list(range(len(self._actors)))
                     raise LearnerStalled(
                         f"learner ranks {ranks} ran no micro-batch for {stall_s:g} s (learner.stall_timeout_s) in "
-                        "'train': a rank hangs, or waits for one in a collective; their stacks are in the ranks' logs"
+                        "'train': a rank hangs, or waits for one in a collective; their stacks are in the log"
                     )
             return answer.result()
         finally:
@@ -351,14 +352,23 @@ class LearnerGroup:
             task.cancel()
         return sum(task.result() for task in done if task.exception() is None)
 
-    async def _dump_stacks(self) -> None:
-        dumps = [asyncio.ensure_future(_value(actor.dump_stacks.remote())) for actor in self._actors]
-        await asyncio.wait(dumps, timeout=_POLL_S)
-        for task in dumps:
+    async def dump_stacks(self) -> dict[str, str]:
+        """ "learner rank 0" -> what its threads do, or why it does not say, within ``_POLL_S``."""
+        dumps = {
+            f"learner rank {rank}": asyncio.ensure_future(_value(actor.dump_stacks.remote()))
+            for rank, actor in enumerate(self._actors)
+        }
+        if dumps:
+            await asyncio.wait(dumps.values(), timeout=_POLL_S)
+        found = {}
+        for name, task in dumps.items():
             if not task.done():
                 task.cancel()
-            elif task.exception() is not None:
-                logger.warning("a learner rank could not print its stacks: %s", task.exception())
+                found[name] = f"it does not answer within {_POLL_S:g} s"
+            else:
+                error = task.exception()
+                found[name] = str(task.result()) if error is None else death_cause(error)
+        return found
 
     async def regroup(self, members: Sequence[int]) -> Mapping[str, Any]:
         """Form another transfer group, of rank 0 and the rollout workers in ``members``, for the next ``broadcast``;

@@ -173,8 +173,8 @@ class Fleet:
         return [*self.pool.waits(), *self.scorers.waits()]
 
     async def dump_stacks(self) -> dict[str, str]:
-        """Stacks of every worker and scorer that is alive, by name."""
-        found = await asyncio.gather(self.pool.dump_stacks(), self.scorers.dump_stacks())
+        """Stacks of every worker, scorer and learner rank that is alive, by name."""
+        found = await asyncio.gather(self.pool.dump_stacks(), self.scorers.dump_stacks(), self.learner.dump_stacks())
         return {name: text for stacks in found for name, text in stacks.items()}
 
     async def close(self) -> None:

@@ -129,7 +129,8 @@ class LongRank:
     def progress(self) -> int:
         return self._version
 
-    def dump_stacks(self) -> None: ...
+    def dump_stacks(self) -> str:
+        return ""
 
     def close(self) -> None: ...
 

@@ -64,6 +64,9 @@ def test_two_ranks_train_publish_save_resume_and_a_dead_rank_is_named(ray_here: 
             assert time.monotonic() - started < 10
             with pytest.raises(LearnerStalled, match=r"ranks \[0, 1\] ran no micro-batch for 3 s"):
                 await group.train(make_batch(2))
+            stacks = await group.dump_stacks()
+            assert "does not answer" in stacks["learner rank 0"]
+            assert "in train" in stacks["learner rank 1"], "it waits for rank 0 in a collective"
             os.kill(process, signal.SIGKILL)
             with pytest.raises(LearnerFailed, match=r"learner rank 0 failed in 'train'"):
                 await group.train(make_batch(2))
