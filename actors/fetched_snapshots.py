@@ -8,8 +8,6 @@ They lie under the learner's own path, so that all workers of a node share one c
 
 from __future__ import annotations
 
-import glob
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -19,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlhf_cluster.protocols import WeightSnapshot
-
-log = logging.getLogger(__name__)
+from rlhf_cluster.stale_snapshots import remove_stale_snapshots
 
 _FETCH_TIMEOUT_S = 120.0
 
@@ -52,7 +49,7 @@ class FetchedSnapshots:
             raise FileNotFoundError(f"snapshot {path} is not on this node and carries no object to fetch it from")
         content = self._fetch(snapshot.transport["object"])
         if self._folder is None:
-            _remove_left_by_dead_drivers(path.parent)
+            remove_stale_snapshots(path.parent)
         self._folder = path.parent
         path.parent.mkdir(parents=True, exist_ok=True)
         # Workers of one node may fetch at once: each writes its own file, the rename is atomic and they are the same.
@@ -72,14 +69,6 @@ class FetchedSnapshots:
         """Remove what was fetched; a neighbour that still needs it fetches it again."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _remove_left_by_dead_drivers(folder: Path) -> None:
-    """Folders of earlier drivers of this run (``launch.snapshot_folder``): one run has one driver at a time."""
-    for stale in folder.parent.glob(f"{glob.escape(folder.stem)}.*"):
-        if stale != folder:
-            log.warning("removing %s: a driver that was killed left it", stale)
-            shutil.rmtree(stale, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:

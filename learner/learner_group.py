@@ -12,7 +12,6 @@ that failed is rebuilt with ``restart`` and goes on from a checkpoint with ``loa
 from __future__ import annotations
 
 import asyncio
-import glob
 import logging
 import os
 import shutil
@@ -29,6 +28,7 @@ from learner.host_memory import return_freed_memory
 from learner.spec import LearnerSpec
 from rlhf_cluster.causes import death_cause
 from rlhf_cluster.protocols import LearnerLost, WeightBroadcast, WeightSnapshot
+from rlhf_cluster.stale_snapshots import remove_stale_snapshots
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 from rlhf_cluster.watchdog import own_stacks
 
@@ -425,19 +425,6 @@ async def _answers(refs: Mapping[int, Any], method: str, timeout_s: float) -> di
     finally:
         for task in tasks.values():
             task.cancel()
-
-
-def remove_stale_snapshots(folder: Path) -> None:
-    """Remove what dead drivers of the same run left beside ``folder``: weights that lie in memory for nobody.
-
-    Folders of one run are called ``NAME.TOKEN``, with a token a driver; only one driver of a run lives at a time.
-    """
-    if not folder.suffix:
-        return
-    for stale in folder.parent.glob(f"{glob.escape(folder.stem)}.*"):
-        if stale != folder:
-            logger.warning("removing %s: a driver that was killed left it", stale)
-            shutil.rmtree(stale, ignore_errors=True)
 
 
 def _several_nodes() -> bool:
