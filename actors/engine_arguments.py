@@ -31,15 +31,7 @@ def engine_arguments(
 
     ``processed_logprobs`` puts the temperature into the reported log-probs, and ``generation_config="vllm"`` keeps the
     model's own sampling defaults (top_p, repetition penalty) out, so that what is reported is what was sampled from.
-
-    Raises:
-        ValueError: for settings that would reuse a KV cache of older weights for new prompts.
     """
-    if publish.kv_cache == "keep" and engine.prefix_caching:
-        raise ValueError(
-            "publish.kv_cache: keep with rollout.engine.prefix_caching: true would answer new prompts from a cache "
-            "of older weights; set kv_cache: recompute or prefix_caching: false"
-        )
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": dtype,

@@ -7,7 +7,7 @@ SmolLM2-135M in bfloat16, tied head. The learner's ``WeightPublisher`` writes ea
 - seconds with generation paused, idle and under load, and of vLLM's own ``load_weights`` plus repacking of the same
   tensors inside the engine process, which lie in its memory already;
 - tokens generated in windows with and without a publication in the middle, as a share of those of 30 s, when running
-  answers keep their KV cache and when they recompute it (on CPUs a prefill of everything that runs).
+  answers keep their KV cache (the default) and when they recompute it (on CPUs a prefill of everything that runs).
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ async def report(worker: Any, publisher: Publisher, options: argparse.Namespace)
             f"tokens lost at a publication every 30 s, {mode + ':':11}{lost:.4f} +- {error:.4f}"
             f"  (asked: under {LOSS_LIMIT})"
         )
-    return pause_loaded <= PAUSE_LIMIT and lost_share(rates["none"], rates["keep"], options.window_s)[0] < LOSS_LIMIT
+    default = PublishConfig().kv_cache
+    return pause_loaded <= PAUSE_LIMIT and lost_share(rates["none"], rates[default], options.window_s)[0] < LOSS_LIMIT
 
 
 def lost_share(plain: list[float], published: list[float], window_s: float) -> tuple[float, float]:

@@ -436,7 +436,10 @@ class PublishConfig(Section):
         "shared_memory", description="How weights reach the engines; nccl needs GPUs."
     )
     kv_cache: Literal["recompute", "keep"] = Field(
-        "recompute", description="Whether unfinished requests recompute their KV cache under the new weights."
+        "keep",
+        description="What an update does to the KV cache of unfinished answers. keep: they go on over it, at most "
+        "queue.max_staleness versions old like their tokens; recompute: it is computed again under the new weights, "
+        "which on a CPU stops generation for a prefill of all that runs. New requests never see an older cache.",
     )
     timeout_s: Positive = Field(
         300.0, description="Seconds a worker may take to apply an update before it is ended and started again."
@@ -561,6 +564,11 @@ class Config(Section):
         if self.model.reward is not None and not has_model_component and not starts_critic:
             yield "model.reward is used by nothing: add a component of kind: model, or remove model.reward"
         yield from self._method_disagreements()
+        if self.publish.kv_cache == "keep" and self.rollout.engine.prefix_caching:
+            yield (
+                "publish.kv_cache: keep with rollout.engine.prefix_caching: true would answer new prompts from a cache "
+                "of older weights; set publish.kv_cache: recompute or rollout.engine.prefix_caching: false"
+            )
         if self.cluster.device == "cpu":
             if self.publish.backend == "nccl":
                 yield "publish.backend: nccl needs cluster.device: cuda; use shared_memory on cpu"

@@ -71,6 +71,17 @@ def plain_logprobs(
     return chosen[:, 0].numpy()
 
 
+def logprobs_over_older_cache(old: Path, new: Path, before: Sequence[int], after: Sequence[int]) -> NDArray[np.float32]:
+    """Log-probs of ``after[1:]`` by the weights ``new`` over the keys and values that ``old`` gave for ``before``."""
+    import torch
+
+    with torch.no_grad():
+        cache = _plain_model(old)(torch.tensor([before]), use_cache=True).past_key_values
+        logits = _plain_model(new)(torch.tensor([after]), past_key_values=cache, use_cache=True).logits[0, :-1]
+    chosen = torch.log_softmax(logits, -1).gather(1, torch.tensor(after)[1:, None])
+    return chosen[:, 0].numpy()
+
+
 def check_spans_against_weights(rollout: Rollout, weights: dict[int, Path]) -> None:
     """Each span of log-probs must be that of the weights of its version over all tokens before it."""
     for version, start, end in rollout.version_spans:

@@ -16,6 +16,7 @@ from tests.integration.rollout_helpers import (
     LONG_PROMPT,
     PROMPT,
     check_spans_against_weights,
+    logprobs_over_older_cache,
     negated,
     plain_logprobs,
     request,
@@ -148,3 +149,31 @@ def test_without_prefix_caching_a_negated_head_is_what_new_and_running_requests_
     assert spanning
     for rollout in spanning:
         check_spans_against_weights(rollout, {version: folder, version + 1: other})
+
+
+def test_running_answers_go_on_over_the_keys_and_values_they_have(running, folder: Path, tmp_path: Path) -> None:
+    worker, runner = running
+    assert worker._publish.kv_cache == "keep"
+    version = worker.version + 1
+    other = negated(folder, tmp_path / "negated", "model.layers.0.self_attn.v_proj.weight")
+    old, new = (
+        snapshot_of(weights, tmp_path / f"{number}.safetensors", version + number)
+        for number, weights in enumerate((folder, other))
+    )
+
+    async def across_the_update() -> list[Rollout]:
+        await worker.update_weights(old)
+        running_on = asyncio.ensure_future(worker.generate(request("kept", list(range(8)), max_new_tokens=200)))
+        await started(worker, samples=4, tokens=5)
+        await worker.update_weights(new)
+        return await running_on
+
+    spanning = [rollout for rollout in runner.run(across_the_update()) if len(rollout.version_spans) == 2]
+    assert spanning
+    for rollout in spanning:
+        ids, start = rollout.token_ids.tolist(), rollout.version_spans[1].start
+        after = rollout.behaviour_logprobs[start:]
+        expected = logprobs_over_older_cache(folder, other, list(PROMPT) + ids[: start - 1], ids[start - 1 :])
+        np.testing.assert_allclose(after, expected, atol=0.02)
+        # The new weights alone would have given others, or this test could not tell.
+        assert np.abs(after - plain_logprobs(other, PROMPT, ids)[start:]).max() > 0.1

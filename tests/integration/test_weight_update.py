@@ -46,7 +46,7 @@ def running(folders: list[Path]) -> Iterator[tuple[RolloutWorker, asyncio.Runner
     with running_worker(
         folders[0],
         prefix_caching=True,
-        publish=PublishConfig(verify_every=3),
+        publish=PublishConfig(verify_every=3, kv_cache="recompute"),
         extension="tests.integration.sabotaged_receiver.SabotagedReceiver",
     ) as running:
         yield running

@@ -46,6 +46,10 @@ def test_all_four_named_configs_ship() -> None:
         ("algorithm.kl.controller=adaptive", ["target", "horizon"]),
         ("algorithm.kl.target=0.1", ["do nothing", "controller: adaptive"]),
         ("publish.backend=nccl", ["publish.backend", "cluster.device: cuda"]),
+        (
+            "rollout.engine.prefix_caching=true",
+            ["publish.kv_cache: keep", "older weights", "publish.kv_cache: recompute"],
+        ),
         ("rollout.engine.tensor_parallel=2", ["rollout.engine.tensor_parallel", "cluster.device: cuda"]),
         ("queue.group_deadline_s=60", ["rollout.timeout_s 90", "queue.group_deadline_s 60"]),
         ("learner.minibatches=9", ["learner.minibatches 9", "8 samples"]),

@@ -82,11 +82,6 @@ def test_the_environment_keeps_engines_offline_silent_and_on_loopback() -> None:
         assert environment["VLLM_HOST_IP"] == "127.0.0.1"
 
 
-def test_keeping_the_kv_cache_with_prefix_caching_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"publish\.kv_cache: keep .*prefix_caching: true"):
-        arguments(EngineConfig(prefix_caching=True), publish=PublishConfig(kv_cache="keep"))
-
-
 def test_sampling_is_neutral_in_every_field_that_could_bend_it() -> None:
     neutral = neutral_sampling([2, 7])
     assert (neutral["top_p"], neutral["top_k"], neutral["min_p"], neutral["min_tokens"]) == (1.0, 0, 0.0, 0)
