@@ -170,8 +170,10 @@ class _TokenStatistics(torch.autograd.Function):
         ctx.logits = None
         grads = _Gradients.of(grad_logprobs, entropy, grad_entropy, kl, grad_kl)
         live = None if grads is None else grads.live()
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
+        grad_hidden = torch.zeros_like(hidden)
+        # A frozen head (under adapters, say) is spared the product that is a third of its work.
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         if grads is None or (live is not None and not len(live)):
             return grad_hidden, grad_weight, grad_bias, None, None, None
         if live is not None:
@@ -195,7 +197,8 @@ class _TokenStatistics(torch.autograd.Function):
                 )
             grad_logits = logits.policy[: chunk.stop - chunk.start]
             torch.mm(grad_logits, weight, out=mine[chunk])
-            grad_weight.addmm_(grad_logits.T, hidden[chunk])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad_logits.T, hidden[chunk])
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
         if live is not None:

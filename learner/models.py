@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from learner.heads import HEAD_ROWS, Float32Head, LogprobHead, ReferenceRows
+from learner.lora import add_adapters
 from learner.packed_attention import Segments
 from learner.packing_probe import enable_packing
 from rlhf_cluster.config import LearnerConfig, ModelConfig
@@ -210,10 +211,18 @@ class CriticModel(nn.Module):
         return _scatter(values, inputs.response_mask), bootstrap
 
 
-def load_policy(path: str, config: ModelConfig, learner: LearnerConfig, *, temperature: float) -> PolicyModel:
-    """The causal language model at ``path``, without dropout."""
+def load_policy(
+    path: str, config: ModelConfig, learner: LearnerConfig, *, temperature: float, seed: int = 0
+) -> PolicyModel:
+    """The causal language model at ``path``, without dropout; with ``learner.lora``, adapters drawn from ``seed``.
+
+    Raises:
+        ValueError: adapters on layers that the model lacks, or a head that transforms its logits.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, **load_options(path, config))
     packed = prepare(model, learner, f"policy {path}")
+    if learner.lora is not None:
+        add_adapters(model, learner.lora, seed=seed)
     return PolicyModel(model, temperature=temperature, packed=packed)
 
 

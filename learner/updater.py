@@ -118,7 +118,13 @@ class Updater:
         self._ranks = ranks
         algorithm, learner = spec.algorithm, spec.learner
         steps = spec.steps * learner.updates_a_batch
-        policy = load_policy(spec.model.policy, spec.model, learner, temperature=spec.temperature)
+        policy = load_policy(
+            spec.model.policy,
+            spec.model,
+            learner,
+            temperature=spec.temperature,
+            seed=derive_seed(spec.seed, "lora"),
+        )
         critic = load_critic(spec.critic_path, spec.model, learner) if algorithm.uses_critic else None
         if critic is not None:
             check_vocabularies(policy, critic)

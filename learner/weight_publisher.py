@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import deepspeed
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from learner.engine import TrainEngine
+from learner.lora import AdaptedLinear, adapted_layers, is_adapter
 from learner.models import collate
 from rlhf_cluster.diagnosis import logprob_probe
 from rlhf_cluster.protocols import WeightBroadcast, WeightChannel, WeightSnapshot
@@ -36,11 +37,12 @@ def weight_metadata(engine: TrainEngine) -> dict[str, tuple[torch.dtype, tuple[i
 
     Tied weights appear once, under their first name, as ``save_pretrained`` writes them. Not collective.
     """
-    return {name: (weight.dtype, _full_shape(weight)) for name, weight in _weights(engine)}
+    return {each.name: (each.weight.dtype, _full_shape(each.weight)) for each in _weights(engine)}
 
 
 def iterate_weights(engine: TrainEngine, *, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of every weight on every rank. A tensor is valid until the next one is asked for.
+    """(name, full tensor) of every weight on every rank, what adapters add included. A tensor is valid until the next
+    one is asked for.
 
     Collective: all ranks must exhaust it.
 
@@ -50,9 +52,10 @@ def iterate_weights(engine: TrainEngine, *, bucket_bytes: int = BUCKET_BYTES) ->
     _refuse_mid_accumulation(engine)
     for bucket in _buckets(engine, bucket_bytes):
         # Under stages 0 to 2 every rank holds whole weights and this does nothing.
-        with deepspeed.zero.GatheredParameters([weight for _, weight in bucket], enabled=engine.zero_stage == 3):
-            for name, weight in bucket:
-                yield name, weight.detach()
+        parts = [part for each in bucket for part in each.parts]
+        with deepspeed.zero.GatheredParameters(parts, enabled=engine.zero_stage == 3):
+            for each in bucket:
+                yield each.name, each.value()
 
 
 class WeightPublisher:
@@ -195,8 +198,29 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _weights(engine: TrainEngine) -> list[tuple[str, nn.Parameter]]:
-    return list(hugging_face_model(engine).named_parameters())
+class _Weight(NamedTuple):
+    """A parameter by its Hugging Face name, and the layer it belongs to when that has an adapter."""
+
+    name: str
+    weight: nn.Parameter
+    adapted: AdaptedLinear | None
+
+    @property
+    def parts(self) -> list[nn.Parameter]:
+        """What has to be whole before ``value``."""
+        adapted = self.adapted
+        return [self.weight] if adapted is None else [self.weight, adapted.lora_a, adapted.lora_b]
+
+    def value(self) -> Tensor:
+        return self.weight.detach() if self.adapted is None else self.adapted.merged()
+
+
+def _weights(engine: TrainEngine) -> list[_Weight]:
+    model = hugging_face_model(engine)
+    adapted = adapted_layers(model)
+    return [
+        _Weight(name, weight, adapted.get(name)) for name, weight in model.named_parameters() if not is_adapter(name)
+    ]
 
 
 def _full_shape(weight: nn.Parameter) -> tuple[int, ...]:
@@ -204,15 +228,15 @@ def _full_shape(weight: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
-def _buckets(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    bucket: list[tuple[str, nn.Parameter]] = []
+def _buckets(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[_Weight]]:
+    bucket: list[_Weight] = []
     filled = 0
-    for name, weight in _weights(engine):
-        size = torch.Size(_full_shape(weight)).numel() * weight.dtype.itemsize
+    for each in _weights(engine):
+        size = sum(torch.Size(_full_shape(part)).numel() * part.dtype.itemsize for part in each.parts)
         if bucket and filled + size > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
-        bucket.append((name, weight))
+        bucket.append(each)
         filled += size
     if bucket:
         yield bucket

@@ -358,6 +358,16 @@ class AlgorithmConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    rank: PositiveInt = Field(16, description="Rank of an adapter.")
+    alpha: Positive = Field(32.0, description="What an adapter adds is scaled by alpha / rank.")
+    target_modules: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="Names of the linear layers that get one, as q_proj; null: every linear layer of the decoder.",
+    )
+
+
 Decay = Literal["constant", "cosine", "linear"]
 
 
@@ -399,6 +409,12 @@ class LearnerConfig(Section):
         None,
         description="Top layers of the critic that are trained, the rest stays as loaded; null: the whole critic "
         "(ppo).",
+    )
+    lora: LoraConfig | None = Field(
+        None,
+        description="Train low-rank adapters on the policy's linear layers instead of its weights (raise policy_lr "
+        "about tenfold); engines and checkpoints get the sum of both. Null: train every weight. The critic is not "
+        "affected.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in backward: less memory, more time."
@@ -670,6 +686,7 @@ def checkpoint_layout(model: ModelConfig, algorithm: AlgorithmConfig, learner: L
         "learner.zero_stage": learner.zero_stage,
         "model.dtype": model.dtype,
         "a critic (algorithm.name: ppo)": algorithm.uses_critic,
+        "learner.lora": None if learner.lora is None else learner.lora.model_dump(mode="json"),
     }
 
 

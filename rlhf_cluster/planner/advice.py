@@ -79,8 +79,9 @@ def remedy(config: Config, shapes: Shapes, limit: float) -> Remedy:
             return Remedy(tuple(changes), False)
         change, config = step
         missing -= change.saved
-        if changes and changes[-1].keys == change.keys:
-            change = replace(change, saved=change.saved + changes.pop().saved)
+        for earlier in [other for other in changes if other.keys == change.keys]:
+            changes.remove(earlier)
+            change = replace(change, saved=change.saved + earlier.saved)
         changes.append(change)
     return Remedy(tuple(changes), True)
 
@@ -133,6 +134,9 @@ def _candidates(config: Config) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield {"learner.ranks": learner.ranks * 2, **zero}, "twice the GPUs for the learner"
     if config.algorithm.uses_critic and learner.critic_layers is None:
         yield {"learner.critic_layers": 4}, "only the critic's top layers are trained"
+    if learner.lora is None:
+        lora = {"learner.lora": {"rank": 16}}
+        yield lora, "low-rank adapters of the policy are trained instead of it; raise learner.policy_lr about tenfold"
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config | None:
@@ -151,4 +155,6 @@ def changed(config: Config, values: Mapping[str, Any]) -> Config | None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_shown(entry)}' for key, entry in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

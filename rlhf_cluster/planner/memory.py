@@ -205,11 +205,11 @@ class _Plan:
     def learner(self) -> list[ProcessMemory]:
         """The ranks. Policy and critic step in turn, so gradients and activations are those of the larger."""
         config, shapes, learner = self._config, self._shapes, self._config.learner
-        engines = [(self._engine(shapes.policy, shapes.policy.total), self._policy_pass())]
+        engines = [(self._policy_engine(), self._policy_pass())]
         if shapes.critic is not None:
             critic, layers = shapes.critic, learner.critic_layers
             trained = critic.total if layers is None else critic.top_layers(layers)
-            engines.append((self._engine(critic, trained), self._training(critic, layers or critic.layers)))
+            engines.append((self._engine(critic.total, trained), self._training(critic, layers or critic.layers)))
         weights = sum(memory.weights for memory, _ in engines)
         if config.algorithm.needs_reference_model:
             weights += self._element * shapes.reference.total
@@ -264,10 +264,17 @@ class _Plan:
         slots = min(max(learner.micro_batch_tokens, self._longest), samples * self._longest)
         return Pass(slots, self._longest, self._element, self._eager)
 
-    def _engine(self, model: ModelShape, trained: int) -> EngineMemory:
+    def _policy_engine(self) -> EngineMemory:
+        policy, lora = self._shapes.policy, self._config.learner.lora
+        if lora is None:
+            return self._engine(policy.total, policy.total)
+        adapters = policy.adapters(lora.rank, lora.target_modules)
+        return self._engine(policy.total + adapters, adapters)
+
+    def _engine(self, parameters: int, trained: int) -> EngineMemory:
         learner = self._config.learner
         return engine_memory(
-            model.total,
+            parameters,
             trained,
             ranks=learner.ranks,
             stage=learner.zero_stage,

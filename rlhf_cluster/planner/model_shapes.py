@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +80,24 @@ class ModelShape:
             False,
             {**self.parameters, "head": self.hidden},
         )
+
+    def adapters(self, rank: int, targets: Collection[str] | None) -> int:
+        """Parameters of adapters of ``rank`` on the linear layers called ``targets``, None: on all (``learner.lora``).
+
+        By the formula of the usual decoder; a name that it lacks counts as its largest layer.
+        """
+        width, key_values = self.heads * self.head_dim, self.key_value_heads * self.head_dim
+        sides = {
+            "q_proj": self.hidden + width,
+            "k_proj": self.hidden + key_values,
+            "v_proj": self.hidden + key_values,
+            "o_proj": self.hidden + width,
+            "gate_proj": self.hidden + self.intermediate,
+            "up_proj": self.hidden + self.intermediate,
+            "down_proj": self.hidden + self.intermediate,
+        }
+        wanted = sides if targets is None else targets
+        return self.layers * rank * sum(sides.get(name, max(sides.values())) for name in wanted)
 
     def top_layers(self, count: int) -> int:
         """Parameters of the topmost ``count`` layers, the final norm and the head (``learner.critic_layers``)."""

@@ -38,6 +38,7 @@ FAR = {"learner.policy_lr": 1e-3, "learner.epochs": 3}
 GRPO = {"algorithm.name": "grpo"}
 DECAY = {"learner.policy_decay": "linear", "learner.critic_decay": "linear"}
 ADAPTIVE = {"algorithm.kl.controller": "adaptive", "algorithm.kl.target": 1.0, "algorithm.kl.horizon": 100.0}
+LORA = {"learner.lora.rank": 4}
 PTX = {"algorithm.ptx.file": "text", "algorithm.ptx.coef": 0.5, "algorithm.ptx.block_tokens": 16}
 
 CASES: dict[str, list[Case]] = {
@@ -139,6 +140,10 @@ CASES: dict[str, list[Case]] = {
         )
     ],
     "learner.critic_layers": [Case({"learner.critic_layers": 1}, "critic")],
+    "learner.lora": [Case({"learner.lora.rank": 4}, "policy")],
+    "learner.lora.rank": [Case({"learner.lora.rank": 2}, "policy", base=LORA)],
+    "learner.lora.alpha": [Case({"learner.lora.alpha": 8.0}, "policy", base=LORA)],
+    "learner.lora.target_modules": [Case({"learner.lora.target_modules": ("q_proj",)}, "policy", base=LORA)],
     "learner.gradient_checkpointing": [Case({"learner.gradient_checkpointing": True}, "layer calls")],
     "learner.cpu_threads": [Case({"learner.cpu_threads": 3}, "OMP_NUM_THREADS")],
     "learner.timeout_s": [Case({"learner.timeout_s": 0.02}, "error of a silent rank")],

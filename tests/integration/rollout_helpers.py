@@ -115,6 +115,18 @@ def probe_of(folder: Path, vocab_size: int) -> dict[str, Any]:
     return logprob_probe.manifest_entry(probed, [plain_logprobs(folder, ids[:1], ids[1:]) for ids in probed])
 
 
+class WholeEngine:
+    """What a publisher needs of a train engine, over a policy that no ZeRO has cut."""
+
+    name, zero_stage, accumulating = "policy", 0, False
+
+    def __init__(self, policy: Any) -> None:
+        self.module = policy
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.module(*args, **options)
+
+
 def snapshot_of(
     folder: Path,
     path: Path,

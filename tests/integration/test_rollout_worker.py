@@ -9,12 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from actors.rollout_worker import RolloutWorker
+from learner.lora import is_adapter
+from learner.models import PolicyModel, collate, load_policy
+from learner.weight_publisher import WeightPublisher
+from rlhf_cluster.config import LearnerConfig, LoraConfig, ModelConfig
 from rlhf_cluster.types import Rollout
 from tests.integration.rollout_helpers import (
     LONG_PROMPT,
     PROMPT,
+    WholeEngine,
     check_spans_against_weights,
     logprobs_over_older_cache,
     negated,
@@ -149,6 +156,42 @@ def test_without_prefix_caching_a_negated_head_is_what_new_and_running_requests_
     assert spanning
     for rollout in spanning:
         check_spans_against_weights(rollout, {version: folder, version + 1: other})
+
+
+def test_an_engine_gets_weights_and_adapters_in_one_sum_and_what_they_started_from_stays(
+    running, folder: Path, tmp_path: Path
+) -> None:
+    worker, runner = running
+    config = ModelConfig(policy=str(folder), dtype="float32", attention="eager")
+    policy = load_policy(str(folder), config, LearnerConfig(lora=LoraConfig(rank=4)), temperature=1.0)
+    publisher = WeightPublisher(WholeEngine(policy), tmp_path / "snapshots", rank=0)
+    configured = worker._publish
+    worker._publish = configured.model_copy(update={"verify_every": 1})
+    try:
+        for version in range(worker.version + 1, worker.version + 4):
+            move_adapters(policy, seed=version)
+            # Its manifest holds the learner's answers to the probe, computed with the adapters beside the weights.
+            timing = runner.run(worker.update_weights(publisher.write(version)))
+            assert timing.verified and timing.probe_nats is not None
+            (rollout,) = runner.run(worker.generate(request(f"adapted{version}", [version])))
+            inputs = collate([(rollout.prompt_token_ids, rollout.token_ids)], torch.device("cpu"))
+            with torch.no_grad():
+                learners = policy(inputs).logprobs[0].numpy()
+            np.testing.assert_allclose(rollout.behaviour_logprobs, learners, atol=0.01)
+            assert np.abs(learners - transformers_logprobs(folder, rollout)).max() > 0.1
+    finally:
+        worker._publish = configured
+        publisher.close()
+    for name, weight in load_file(folder / "model.safetensors").items():
+        assert torch.equal(policy.model.get_parameter(name), weight), name
+
+
+def move_adapters(policy: PolicyModel, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if is_adapter(name):
+                weight.add_(torch.randn(weight.shape, generator=generator) * 0.05)
 
 
 def test_running_answers_go_on_over_the_keys_and_values_they_have(running, folder: Path, tmp_path: Path) -> None:

@@ -275,6 +275,30 @@ def test_a_reference_inside_the_learner_adds_its_weights(smollm2: Path) -> None:
     assert added == 2 * 134_515_008
 
 
+def test_adapters_of_the_policy_alone_have_gradients_masters_and_moments(smollm2: Path) -> None:
+    overrides = ["learner.lora={rank: 16}", "learner.critic_layers=1"]
+    whole, _ = planned(demo(smollm2, overrides[1]))
+    adapted, shapes = planned(demo(smollm2, *overrides))
+    # 30 layers, rank 16: q and o 576 + 576 each, k and v 576 + 192 each, three of the MLP 576 + 1536 each.
+    adapters = 30 * 16 * (2 * 1152 + 2 * 768 + 3 * 2112)
+    before, after = (ledger.process("learner rank").parts for ledger in (whole, adapted))
+    assert after["weights"] - before["weights"] == 2 * adapters
+    # Masters and two moments, float32.
+    assert before["optimizer"] - after["optimizer"] == 12 * (134_515_008 - adapters)
+    assert after["gradients"] < before["gradients"] / 5
+    assert shapes.policy.adapters(16, ("q_proj",)) == 30 * 16 * 1152
+
+
+def test_adapters_are_advised_where_nothing_cheaper_makes_it_fit(smollm2: Path) -> None:
+    config = demo(smollm2)
+    cure = remedy(config, planned(config)[1], 8 * GIB)
+    assert cure.fits
+    assert cure.changes[-1].overrides == ("learner.lora={rank: 16}",)
+    overrides = [override for change in cure.changes for override in change.overrides]
+    again, _ = planned(demo(smollm2, *overrides))
+    assert again.host_bytes <= 8 * GIB
+
+
 def test_an_engine_on_gpus_has_its_share_of_the_weights_and_what_is_left_as_cache(llama: Path) -> None:
     ledger, _ = planned(node(llama, "rollout.engine.tensor_parallel=2"), 80)
     engine_row = ledger.process("engine")
