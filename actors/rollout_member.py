@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from actors.rollout_worker import INITIAL_VERSION, EngineDied, UpdateTiming, WorkerFenced
+from actors.engine_weights import UpdateTiming
+from actors.rollout_worker import INITIAL_VERSION, EngineDied, WorkerFenced
 from actors.supervisor import ActorMember, WorkerDied
 from rlhf_cluster.protocols import WeightSnapshot, WorkerFailed
 

@@ -19,8 +19,9 @@ from collections.abc import Callable
 import ray
 
 from actors import placement
+from actors.engine_weights import UpdateTiming
 from actors.rollout_member import RolloutMember, SnapshotGone
-from actors.rollout_worker import INITIAL_VERSION, RolloutWorker, UpdateTiming
+from actors.rollout_worker import INITIAL_VERSION, RolloutWorker
 from actors.supervisor import NO_RAY_RESTARTS, WorkerDied, all_or_cancel, dump_all
 from rlhf_cluster.causes import first_line
 from rlhf_cluster.clock import SystemClock

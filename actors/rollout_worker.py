@@ -1,16 +1,14 @@
 """A rollout worker: one vLLM engine that turns prompts into rollouts and takes weight updates in flight.
 
     RolloutRequest -> AsyncLLM (one engine request a sample, own seed) -> list[Rollout]
-    WeightSnapshot -> check bytes | pause -> load (-> verify what is held) -> resume | (probe log-probs) -> version
+    WeightSnapshot -> engine_weights: loaded, verified -> version, or fence
 
 ``RolloutWorker`` is a plain class; the router makes it an async Ray actor, so that many requests are in flight at once
 (continuous batching). vLLM is imported inside ``start`` only: importing this module on the driver costs nothing.
 
 A worker serves exactly one version at a time. An update that fails anywhere *fences* it: what runs is aborted, further
-requests are refused with the reason, and only a complete, verified update opens it again. In every
-``publish.verify_every``-th update, the first of a worker and the one after a fence, all copies that the engine computes
-with are compared to the snapshot, and its log-probs of fixed ids to the learner's; no answer leaves between such an
-update and its verdict.
+requests are refused with the reason, and only a complete, verified update opens it again. No answer leaves between an
+update that is verified and its verdict.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ import asyncio
 import json
 import logging
 import os
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +27,14 @@ from actors.engine_arguments import (
     checkpoint_weight_names,
     engine_arguments,
     engine_environment,
-    nccl_init_info,
-    nccl_update_info,
     neutral_sampling,
     stop_token_ids,
 )
-from actors.fetched_snapshots import FetchedSnapshots
+from actors.engine_weights import EngineWeights, UpdateTiming
 from actors.health import Health, Pulse
 from rlhf_cluster.config import EngineConfig, PublishConfig
-from rlhf_cluster.diagnosis import logprob_probe
 from rlhf_cluster.protocols import RolloutRequest, WeightSnapshot
-from rlhf_cluster.types import FINISH_REASONS, FinishReason, Floats, Rollout, Sampling, VersionSpan
-from rlhf_cluster.weight_manifest import check_names
+from rlhf_cluster.types import FINISH_REASONS, FinishReason, Rollout, Sampling, VersionSpan
 
 logger = logging.getLogger(__name__)
 
@@ -55,26 +47,6 @@ class WorkerFenced(RuntimeError):
 
 class EngineDied(RuntimeError):
     """The engine's process is gone; the worker is of no more use."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateTiming:
-    """Seconds generation stood still, and seconds from call to verified version."""
-
-    paused_s: float
-    total_s: float
-    verified: bool = False
-    """Whether it was held against the learner beyond the bytes that came: every copy to the bit, or after a broadcast,
-    which leaves nothing to compare with, by the log-prob probe alone."""
-    probe_nats: float | None = None
-    """Mean |engine - learner| of the log-prob probe, nats a token; None when not due or not in the snapshot."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """Whether the engine is between start and finish of an update, and has to abandon it when something fails."""
-
-    open: bool = False
 
 
 def version_spans(reported: Sequence[Any] | None, n_tokens: int, start_version: int) -> tuple[VersionSpan, ...]:
@@ -116,7 +88,7 @@ class RolloutWorker(Health):
         self._engine_config = engine
         self._publish = publish
         self._device = device
-        self._probe_tolerance = logprob_probe.tolerance_nats(dtype, publish.probe_tolerance_nats)
+        self._dtype = dtype
         self._arguments = engine_arguments(
             model=model,
             dtype=dtype,
@@ -132,17 +104,8 @@ class RolloutWorker(Health):
         self._version = INITIAL_VERSION
         self._fenced: str | None = "it has not started"
         self._stop_ids: list[int] = []
-        self._weight_names: list[str] = []
-        self._joined: dict[str, Any] | None = None
-        """Init info of the transfer group, or of the receiver, that the engine is in."""
+        self._weights: EngineWeights | None = None
         self._updating = asyncio.Lock()
-        self._fetched = FetchedSnapshots()
-        self._since_verified: int | None = None
-        """Updates since the last verified one; None: the next is to be verified whatever its number."""
-        self._settled = asyncio.Event()
-        """Clear from an update that is being verified to the verdict."""
-        self._settled.set()
-        self._probes = 0
 
     async def start(self) -> dict[str, Any]:
         """Bring the engine up on the initial policy, as version 0; returns the sampling that every request gets.
@@ -151,7 +114,7 @@ class RolloutWorker(Health):
             ValueError: no safetensors in the model folder. RuntimeError: the engine refused a setting.
         """
         os.environ.update(engine_environment(self._engine_config, self._device))
-        self._weight_names = checkpoint_weight_names(self._folder)
+        weight_names = checkpoint_weight_names(self._folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -164,6 +127,16 @@ class RolloutWorker(Health):
         self._stop_ids = stop_token_ids(self._folder, getattr(self._engine.get_tokenizer(), "eos_token_id", None))
         await self._engine.collective_rpc("end_with_parent")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
+        self._weights = EngineWeights(
+            self._engine,
+            name=self.name,
+            index=self._index,
+            weight_names=weight_names,
+            dtype=self._dtype,
+            publish=self._publish,
+            tensor_parallel=self._engine_config.tensor_parallel,
+            max_model_len=self._max_model_len,
+        )
         self._fenced = None
         return neutral_sampling(self._stop_ids)
 
@@ -239,7 +212,8 @@ class RolloutWorker(Health):
                 raise EngineDied(f"{self.name}: the engine process died: {error}") from error
             raise
         # Tokens of weights that are still on trial are not handed out.
-        await self._settled.wait()
+        if self._weights is not None:
+            await self._weights.settled.wait()
         self._check_open()
         if final is None or not final.finished:
             raise RuntimeError(f"{self.name}: the engine ended {rollout_id} without a result")
@@ -277,147 +251,32 @@ class RolloutWorker(Health):
         async with self._updating:
             if snapshot.version < self._version:
                 raise ValueError(f"{self.name} serves version {self._version}; got an update to {snapshot.version}")
-            begun = time.monotonic()
-            step = _Step()
+            if self._weights is None:
+                raise RuntimeError(f"{self.name} has not started; it takes no weights yet")
             try:
                 # Whoever sends by broadcast waits for every receiver, whatever that holds.
                 held = snapshot.version == self._version and self._fenced is None
                 if held and self._publish.backend != "nccl":
-                    timing = await self._verify_held(snapshot, begun)
+                    timing = await self._weights.verify_held(snapshot)
                 else:
-                    timing = await self._load(snapshot, begun, step)
+                    timing = await self._weights.load(snapshot)
             except BaseException as error:
-                await self._fence(f"the update to version {snapshot.version} failed: {error}", step.open)
+                await self._fence(f"the update to version {snapshot.version} failed: {error}", self._weights)
                 if self._engine is not None and self._engine.errored:
                     raise EngineDied(f"{self.name}: the engine process died: {error}") from error
                 raise
             finally:
-                self._settled.set()
+                self._weights.settled.set()
             self._version = snapshot.version
             self._fenced = None
-            self._since_verified = 0 if timing.verified else (self._since_verified or 0) + 1
             return timing
 
-    async def _load(self, snapshot: WeightSnapshot, begun: float, step: _Step) -> UpdateTiming:
-        due = self._since_verified is None or self._since_verified + 1 >= self._publish.verify_every
-        check_names(self._weight_names, snapshot.manifest["tensors"], what=f"{self.name}, version {snapshot.version}")
-        update = await self._prepare_transfer(snapshot)
-        paused_at = time.monotonic()
-        await self._apply(update, snapshot.version, step)
-        compared = due and await self._compare(update)
-        if due:
-            self._settled.clear()
-        await self._engine.resume_generation()
-        resumed_at = time.monotonic()
-        nats = await self._probe(snapshot) if due else None
-        verified = compared or nats is not None
-        return UpdateTiming(resumed_at - paused_at, time.monotonic() - begun, verified=verified, probe_nats=nats)
-
-    async def _verify_held(self, snapshot: WeightSnapshot, begun: float) -> UpdateTiming:
-        self._settled.clear()
-        update = await self._prepare_transfer(snapshot)
-        stood_at = time.monotonic()
-        # The engine process does one thing at a time: it generates nothing while it compares.
-        await self._compare(update)
-        stood_s = time.monotonic() - stood_at
-        nats = await self._probe(snapshot)
-        return UpdateTiming(stood_s, time.monotonic() - begun, verified=True, probe_nats=nats)
-
-    async def _prepare_transfer(self, snapshot: WeightSnapshot) -> dict[str, Any]:
-        """Everything that can be done while generation runs, the bytes' checksums too; returns the backend's info."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        if self._publish.backend == "nccl":
-            tensor_parallel = self._engine_config.tensor_parallel
-            init_info = nccl_init_info(snapshot.transport, slot=self._index, tensor_parallel=tensor_parallel)
-            update = nccl_update_info(snapshot.manifest)
-        else:
-            init_info = {"names": self._weight_names}
-            entries = {name: dict(entry) for name, entry in snapshot.manifest["tensors"].items()}
-            path = await asyncio.to_thread(self._fetched_and_checked, snapshot, entries)
-            update = {"path": str(path), "tensors": entries}
-        if init_info != self._joined:
-            if self._joined is not None:
-                self._joined = None
-                await self._engine.shutdown_weight_transfer_engine()
-            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-            self._joined = init_info
-        return update
-
-    def _fetched_and_checked(self, snapshot: WeightSnapshot, entries: dict[str, dict[str, Any]]) -> Path:
-        """Path of the snapshot on this node, every byte of it held against the learner's checksums.
-
-        Raises:
-            WeightMismatch: it differs. FileNotFoundError: it is gone.
-        """
-        from actors.snapshot_file import check_snapshot
-
-        path = self._fetched.path(snapshot)
-        check_snapshot(path, entries)
-        return path
-
-    async def _apply(self, update: dict[str, Any], version: int, step: _Step) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        recompute = self._publish.kv_cache == "recompute"
-        await self._engine.pause_generation(mode="keep", clear_cache=recompute)
-        step.open = True
-        await self._engine.start_weight_update()
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-        await self._engine.finish_weight_update(weight_version=str(version))
-        step.open = False
-        if recompute and not await self._engine.reset_prefix_cache():
-            raise RuntimeError(f"{self.name}: the engine could not drop its KV cache of older weights")
-
-    async def _compare(self, update: dict[str, Any]) -> bool:
-        """False after a broadcast: it left nothing to compare with. Raises WeightMismatch (as the engine wraps it) when
-        anything held differs."""
-        if "path" not in update:
-            return False
-        await self._engine.collective_rpc("verify_weights", args=(update["path"], update["tensors"]))
-        return True
-
-    async def _probe(self, snapshot: WeightSnapshot) -> float | None:
-        entry = snapshot.manifest.get("probe")
-        if entry is None:
-            return None
-        scored = await asyncio.gather(
-            *(
-                self._prompt_logprobs(ids[: self._max_model_len - 1], number, snapshot.version)
-                for number, ids in enumerate(entry["sequences"])
-            )
-        )
-        nats = logprob_probe.check(
-            entry, scored, worker=self.name, version=snapshot.version, tolerance=self._probe_tolerance
-        )
-        logger.info("%s holds version %d: %.4f nats a token from the learner", self.name, snapshot.version, nats)
-        return nats
-
-    async def _prompt_logprobs(self, ids: Sequence[int], number: int, version: int) -> Floats:
-        """Log-probs of all ids but the first at temperature 1, nats, before every other request that waits."""
-        from vllm import SamplingParams, TokensPrompt
-
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self._probes += 1
-        final = None
-        async for output in self._engine.generate(
-            TokensPrompt(prompt_token_ids=list(ids)), params, f"probe {version}/{number}/{self._probes}", priority=-1
-        ):
-            final = output
-        if final is None or final.prompt_logprobs is None:
-            raise RuntimeError(f"{self.name}: the engine returned no log-probs for the probe")
-        scored = zip(ids[1:], final.prompt_logprobs[1:], strict=True)
-        return np.array([entry[token].logprob for token, entry in scored], dtype=np.float32)
-
-    async def _fence(self, reason: str, update_open: bool) -> None:
+    async def _fence(self, reason: str, weights: EngineWeights) -> None:
         self._fenced = reason
-        self._since_verified = None
         logger.error("%s is fenced: %s", self.name, reason)
         try:
-            if update_open:
-                await self._engine.collective_rpc("abandon_weight_update")
-            # Leaves the engine paused; the aborted requests end their generate calls with WorkerFenced.
-            await self._engine.pause_generation(mode="abort", clear_cache=True)
+            # The aborted requests end their generate calls with WorkerFenced.
+            await weights.abandon()
         except Exception:
             logger.exception("%s: the engine did not stop cleanly after a failed update", self.name)
 
@@ -428,7 +287,8 @@ class RolloutWorker(Health):
     async def close(self) -> None:
         """Stop the engine process."""
         self._fenced = "it was closed"
-        self._fetched.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.shutdown()

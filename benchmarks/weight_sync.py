@@ -198,7 +198,7 @@ async def report(worker: Any, publisher: Publisher, options: argparse.Namespace)
         for mode, found in rates.items():
             before, started = load.tokens, time.perf_counter()
             if mode != "none":
-                worker._publish = worker._publish.model_copy(update={"kv_cache": mode})
+                worker._weights.publish = worker._weights.publish.model_copy(update={"kv_cache": mode})
                 await asyncio.sleep(options.window_s / 4)
                 timing = await worker.update_weights(await asyncio.to_thread(publisher.next))
                 paused.append(timing.paused_s)

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.engine_weights import UpdateTiming
 from actors.health import Health
-from actors.rollout_worker import UpdateTiming
 from learner.spec import LearnerSpec
 from rlhf_cluster import launch
 from rlhf_cluster.config import Config

@@ -144,12 +144,12 @@ def test_without_prefix_caching_a_negated_head_is_what_new_and_running_requests_
         after = await worker.generate(request("after", [1], max_new_tokens=3, prompt=LONG_PROMPT))
         return [*after, *await running_on]
 
-    configured = worker._publish
-    worker._publish = configured.model_copy(update={"kv_cache": kv_cache})
+    configured = worker._weights.publish
+    worker._weights.publish = configured.model_copy(update={"kv_cache": kv_cache})
     try:
         after, *running_on = runner.run(across_the_update())
     finally:
-        worker._publish = configured
+        worker._weights.publish = configured
     expected = plain_logprobs(other, LONG_PROMPT, after.token_ids.tolist())
     np.testing.assert_allclose(after.behaviour_logprobs, expected, atol=0.01)
     spanning = [rollout for rollout in running_on if len(rollout.version_spans) == 2]
@@ -165,8 +165,8 @@ def test_an_engine_gets_weights_and_adapters_in_one_sum_and_what_they_started_fr
     config = ModelConfig(policy=str(folder), dtype="float32", attention="eager")
     policy = load_policy(str(folder), config, LearnerConfig(lora=LoraConfig(rank=4)), temperature=1.0)
     publisher = WeightPublisher(WholeEngine(policy), tmp_path / "snapshots", rank=0)
-    configured = worker._publish
-    worker._publish = configured.model_copy(update={"verify_every": 1})
+    configured = worker._weights.publish
+    worker._weights.publish = configured.model_copy(update={"verify_every": 1})
     try:
         for version in range(worker.version + 1, worker.version + 4):
             move_adapters(policy, seed=version)
@@ -180,7 +180,7 @@ def test_an_engine_gets_weights_and_adapters_in_one_sum_and_what_they_started_fr
             np.testing.assert_allclose(rollout.behaviour_logprobs, learners, atol=0.01)
             assert np.abs(learners - transformers_logprobs(folder, rollout)).max() > 0.1
     finally:
-        worker._publish = configured
+        worker._weights.publish = configured
         publisher.close()
     for name, weight in load_file(folder / "model.safetensors").items():
         assert torch.equal(policy.model.get_parameter(name), weight), name
@@ -196,7 +196,7 @@ def move_adapters(policy: PolicyModel, *, seed: int) -> None:
 
 def test_running_answers_go_on_over_the_keys_and_values_they_have(running, folder: Path, tmp_path: Path) -> None:
     worker, runner = running
-    assert worker._publish.kv_cache == "keep"
+    assert worker._weights.publish.kv_cache == "keep"
     version = worker.version + 1
     other = negated(folder, tmp_path / "negated", "model.layers.0.self_attn.v_proj.weight")
     old, new = (

@@ -191,7 +191,7 @@ def test_every_third_update_and_the_first_after_a_fence_verify_what_the_engine_h
     running, folders: list[Path], tmp_path: Path
 ) -> None:
     worker, runner = running
-    worker._since_verified = None
+    worker._weights._since_verified = None
     probe = {index: probe_of(folder, VOCABULARY) for index, folder in enumerate(folders)}
     verified = []
     for _ in range(5):
@@ -259,13 +259,13 @@ def test_the_probe_alone_finds_a_tied_head_that_stayed_behind_and_no_answer_leav
 
     async def nothing(update: dict[str, Any]) -> None: ...
 
-    monkeypatch.setattr(worker, "_compare", nothing)
+    monkeypatch.setattr(worker._weights, "_compare", nothing)
     call_engine(running, "repack_tied_heads", False)
     version = worker.version + 1
     good = folders[version % 2]
     snapshot = snapshot_of(good, tmp_path / "next.safetensors", version, probe=probe_of(good, VOCABULARY))
-    worker._since_verified = None
-    judge = worker._probe
+    worker._weights._since_verified = None
+    judge = worker._weights._probe
 
     async def slow_judge(snapshot: Any) -> float | None:
         # Long enough for the answers below to end under the weights that are on trial.
@@ -273,7 +273,7 @@ def test_the_probe_alone_finds_a_tied_head_that_stayed_behind_and_no_answer_leav
             await asyncio.sleep(0.005)
         return await judge(snapshot)
 
-    monkeypatch.setattr(worker, "_probe", slow_judge)
+    monkeypatch.setattr(worker._weights, "_probe", slow_judge)
 
     async def update_while_answers_end() -> None:
         generation = asyncio.ensure_future(worker.generate(request("trial", list(range(6)), max_new_tokens=60)))

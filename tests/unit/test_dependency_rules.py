@@ -24,6 +24,7 @@ ALLOWED = {
     "ray": ("rlhf_cluster/launch.py", "actors/", "learner/learner_group.py"),
     "vllm": (
         "actors/rollout_worker.py",
+        "actors/engine_weights.py",
         "actors/held_weights.py",
         "actors/weight_receiver.py",
         "actors/weight_sender.py",
