@@ -194,7 +194,9 @@ def move_adapters(policy: PolicyModel, *, seed: int) -> None:
                 weight.add_(torch.randn(weight.shape, generator=generator) * 0.05)
 
 
-def test_running_answers_go_on_over_the_keys_and_values_they_have(running, folder: Path, tmp_path: Path) -> None:
+def test_running_answers_go_on_over_the_keys_and_values_they_have_and_new_ones_get_their_own(
+    running, folder: Path, tmp_path: Path
+) -> None:
     worker, runner = running
     assert worker._weights.publish.kv_cache == "keep"
     version = worker.version + 1
@@ -206,12 +208,17 @@ def test_running_answers_go_on_over_the_keys_and_values_they_have(running, folde
 
     async def across_the_update() -> list[Rollout]:
         await worker.update_weights(old)
+        await worker.generate(request("before", [1], max_new_tokens=2, prompt=LONG_PROMPT))
         running_on = asyncio.ensure_future(worker.generate(request("kept", list(range(8)), max_new_tokens=200)))
         await started(worker, samples=4, tokens=5)
         await worker.update_weights(new)
-        return await running_on
+        after = await worker.generate(request("new", [1], max_new_tokens=3, prompt=LONG_PROMPT))
+        return [*after, *await running_on]
 
-    spanning = [rollout for rollout in runner.run(across_the_update()) if len(rollout.version_spans) == 2]
+    fresh, *running_on = runner.run(across_the_update())
+    expected = plain_logprobs(other, LONG_PROMPT, fresh.token_ids.tolist())
+    np.testing.assert_allclose(fresh.behaviour_logprobs, expected, atol=0.02)
+    spanning = [rollout for rollout in running_on if len(rollout.version_spans) == 2]
     assert spanning
     for rollout in spanning:
         ids, start = rollout.token_ids.tolist(), rollout.version_spans[1].start
