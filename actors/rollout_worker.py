@@ -251,22 +251,23 @@ class RolloutWorker(Health):
         async with self._updating:
             if snapshot.version < self._version:
                 raise ValueError(f"{self.name} serves version {self._version}; got an update to {snapshot.version}")
-            if self._weights is None:
+            weights = self._weights
+            if weights is None:
                 raise RuntimeError(f"{self.name} has not started; it takes no weights yet")
             try:
                 # Whoever sends by broadcast waits for every receiver, whatever that holds.
                 held = snapshot.version == self._version and self._fenced is None
                 if held and self._publish.backend != "nccl":
-                    timing = await self._weights.verify_held(snapshot)
+                    timing = await weights.verify_held(snapshot)
                 else:
-                    timing = await self._weights.load(snapshot)
+                    timing = await weights.load(snapshot)
             except BaseException as error:
-                await self._fence(f"the update to version {snapshot.version} failed: {error}", self._weights)
+                await self._fence(f"the update to version {snapshot.version} failed: {error}", weights)
                 if self._engine is not None and self._engine.errored:
                     raise EngineDied(f"{self.name}: the engine process died: {error}") from error
                 raise
             finally:
-                self._weights.settled.set()
+                weights.settled.set()
             self._version = snapshot.version
             self._fenced = None
             return timing
@@ -289,6 +290,7 @@ class RolloutWorker(Health):
         self._fenced = "it was closed"
         if self._weights is not None:
             self._weights.close()
+            self._weights = None
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.shutdown()
