@@ -14,6 +14,7 @@ import pytest
 
 from rlhf_cluster.checkpoint_set import newest_checkpoint, sets, step_of, verify
 from rlhf_cluster.config import Config
+from rlhf_cluster.protocols import PublishReport, WeightSnapshot
 from rlhf_cluster.types import TrainBatch, UpdateResult
 from tests import toy_run
 from tests.driver_process import Driver, live_members
@@ -134,6 +135,21 @@ def test_a_failed_run_exits_1_with_the_first_cause_and_leaves_no_process(folder:
     assert live_members(driver.pid) == []
 
 
+def one_worker_holds_other_weights(fleet: ToyFleet) -> None:
+    async def publish(snapshot: WeightSnapshot) -> PublishReport:
+        return PublishReport(snapshot.version, (0,), {1: "rollout worker 1: 3 parameters held differ"}, 0.0, 0.0)
+
+    fleet.sink.publish = publish  # type: ignore[method-assign]
+
+
+def test_nothing_is_sampled_for_training_before_every_worker_holds_version_0(folder: Path) -> None:
+    config = config_of(folder, "unverified")
+    driver = Driver(folder / "unverified.txt", toy_run.train, config, None, False, one_worker_holds_other_weights)
+    assert driver.end(20) == 1, driver.output
+    assert "failed: RunFailed: rollout workers do not hold the learner's version 0: {1: " in driver.output
+    assert not [event for event in toy_run.events(config) if "generated" in event]
+
+
 def learner_dies_in_the_last_save(fleet: ToyFleet) -> None:
     """Two times: in the save of step 4, and in the one that the rebuilt group makes up for it."""
     saves = itertools.count(1)
@@ -151,6 +167,7 @@ def test_a_learner_that_dies_in_the_last_save_is_rebuilt_trains_what_is_missing_
         assert "failed: LearnerLost: learner rank 1 failed in 'save': it died" in driver.output
         assert newest_step(config) == 2
         return
+    assert all(f"time {number} of at most 3" in driver.output for number in (1, 2))
     assert newest_step(config) == 4
     assert "evaluation after (version 10)" in driver.output, "4 + failover 5, steps 6, 7 + failover 8, steps 9, 10"
     checkpoint = newest_checkpoint(Path(config.run.dir) / config.run.name / "checkpoints")

@@ -161,6 +161,19 @@ async def test_a_worker_that_comes_back_while_the_learner_is_idle_gets_the_versi
 
 
 @async_test
+async def test_weights_that_were_trained_on_since_are_not_broadcast_as_the_version_before() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    del world.alive[1]
+    # The step is over, its version not yet published.
+    world.version = 2
+    world.comes_back(1, incarnation=2)
+    await settle()
+    assert (world.groups, len(world.publications), world.fences) == ([[0, 1]], 1, 0)
+
+
+@async_test
 async def test_one_that_dies_in_the_broadcast_is_named_and_the_next_group_is_without_it() -> None:
     world = World()
     sink = BroadcastSink(world, world, timeout_s=5)

@@ -58,6 +58,23 @@ def test_what_dead_drivers_and_dead_workers_left_goes_with_the_first_fetch(tmp_p
     assert other_run.exists()
 
 
+class DiskFull(np.ndarray):
+    """Bytes of which the disk takes the first only."""
+
+    def tofile(self, path: Any, *_: Any) -> None:
+        Path(path).write_bytes(self.tobytes()[:1])
+        raise OSError("no space left on device")
+
+
+def test_a_write_that_breaks_off_leaves_nothing_that_a_neighbour_would_take_for_the_weights(tmp_path: Path) -> None:
+    folder, calls = tmp_path / "rlhf-run.driver", []
+    broken = FetchedSnapshots(lambda reference: np.frombuffer(reference, dtype=np.uint8).view(DiskFull))
+    with pytest.raises(OSError, match="no space left"):
+        broken.path(snapshot(folder, 1, b"first"))
+    assert fetcher(calls).path(snapshot(folder, 1, b"first")).read_bytes() == b"first"
+    assert calls == [b"first"]
+
+
 def test_closing_removes_what_was_fetched_and_leaves_the_learners_own(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()

@@ -10,7 +10,10 @@ import pytest
 from rlhf_cluster.diagnosis import logprob_probe
 from rlhf_cluster.diagnosis.logprob_probe import ProbeFailed
 
-ENTRY = logprob_probe.manifest_entry([[5, 6, 7], [8, 9]], [np.array([-1.0, -2.0]), np.array([-3.0])])
+# float32, as the learner's are.
+ENTRY = logprob_probe.manifest_entry(
+    [[5, 6, 7], [8, 9]], [np.array([-1.0, -2.0], np.float32), np.array([-3.0], np.float32)]
+)
 
 
 def judge(*engine: list[float], tolerance: float = 0.1) -> float:
@@ -25,19 +28,34 @@ def test_ids_depend_on_the_vocabulary_alone_and_lie_in_it() -> None:
     assert len({tuple(ids) for ids in probed}) == 2
     assert all(0 <= token < 259 for ids in probed for token in ids)
     assert max(max(ids) for ids in logprob_probe.sequences(49_152)) > 259
+    # With two ids, one that is not in the vocabulary would be drawn.
+    assert {token for ids in logprob_probe.sequences(2) for token in ids} == {0, 1}
 
 
-def test_the_entry_survives_json() -> None:
-    assert json.loads(json.dumps(ENTRY)) == ENTRY
+def test_the_entry_survives_json_to_the_bit() -> None:
+    value = np.float32(-15.062517)
+    entry = logprob_probe.manifest_entry([[5, 6]], [np.array([value])])
+    assert json.loads(json.dumps(entry)) == entry == {"sequences": [[5, 6]], "logprobs": [[float(value)]]}
 
 
 def test_the_mean_is_over_tokens_of_all_sequences() -> None:
-    # |0.1| + |0.0| + |0.2| over three tokens.
-    assert judge([-1.1, -2.0], [-2.8], tolerance=1.0) == pytest.approx(0.1, abs=1e-6)
+    # |-0.1| + |0.2| + |0.3| over three tokens: nothing cancels, and no sequence counts more than its tokens.
+    assert judge([-1.1, -1.8], [-2.7], tolerance=1.0) == pytest.approx(0.2, abs=1e-6)
 
 
 def test_a_short_engine_is_compared_on_what_it_scored() -> None:
     assert judge([-1.0], [-3.0]) == 0.0
+    # |-0.5| + |-0.5| over the two tokens that it scored.
+    assert judge([-1.5], [-3.5], tolerance=1.0) == 0.5
+
+
+def test_the_limit_itself_is_still_allowed() -> None:
+    assert judge([-1.5, -2.5], [-3.5], tolerance=0.5) == 0.5
+
+
+def test_an_engine_that_answers_for_one_sequence_only_is_not_compared() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        judge([-1.0, -2.0])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_cluster import published_version
 from rlhf_cluster.published_version import PublishedVersion
 
 
@@ -17,6 +18,20 @@ def test_a_version_is_on_disk_once_it_is_noted_and_never_goes_back(tmp_path: Pat
     published.note(2)
     assert path.read_text() == "3\n"
     assert PublishedVersion(path).highest == 3
+
+
+def test_a_note_that_the_disk_refuses_leaves_the_number_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    published = PublishedVersion(tmp_path / "published_version")
+    published.note(3)
+    monkeypatch.setattr(published_version.os, "fsync", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        published.note(4)
+    assert published.highest == PublishedVersion(tmp_path / "published_version").highest == 3
 
 
 def test_restored_weights_go_on_above_everything_published_and_keep_their_version_when_nothing_was(

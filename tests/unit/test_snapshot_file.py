@@ -52,8 +52,13 @@ def test_other_shapes_and_names_are_refused_before_a_byte_is_read(path: Path) ->
     turned = entries() | {"a": {**entries()["a"], "shape": [3, 2]}}
     with pytest.raises(WeightMismatch, match=r"a: got bfloat16 \[2, 3\], manifest says bfloat16 \[3, 2\]"):
         map_snapshot(path, turned)
+    other_dtype = entries() | {"a": {**entries()["a"], "dtype": "float16"}}
+    with pytest.raises(WeightMismatch, match=r"a: got bfloat16 \[2, 3\], manifest says float16 \[2, 3\]"):
+        map_snapshot(path, other_dtype)
     with pytest.raises(WeightMismatch, match=r"0 names missing \[\], 1 unexpected \['b'\]"):
         map_snapshot(path, {"a": entries()["a"]})
+    with pytest.raises(WeightMismatch, match=r"1 names missing \['c'\], 0 unexpected \[\]"):
+        map_snapshot(path, entries() | {"c": entries()["b"]})
 
 
 class MakesMarker:

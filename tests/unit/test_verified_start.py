@@ -42,6 +42,13 @@ async def test_one_worker_that_does_not_hold_it_ends_the_run_by_name() -> None:
 
 
 @async_test
+async def test_one_that_died_excuses_no_other() -> None:
+    parts, _ = fleet({0: "rollout worker 0 died", 1: "rollout worker 1: 3 parameters held differ"}, frozenset({0}))
+    with pytest.raises(RunFailed, match=r"version 0: \{1: 'rollout worker 1: 3 parameters held differ'\}"):
+        await TrainingRun._verify_start(SimpleNamespace(), parts)  # type: ignore[arg-type]
+
+
+@async_test
 async def test_one_that_died_meanwhile_is_left_to_its_supervisor() -> None:
     parts, _ = fleet({1: "rollout worker 1 died during the update to version 0"}, frozenset({1}))
     await TrainingRun._verify_start(SimpleNamespace(), parts)  # type: ignore[arg-type]
