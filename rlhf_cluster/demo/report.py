@@ -83,4 +83,6 @@ def _evaluation(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    # Not splitlines: text may hold characters such as U+0085, which JSON leaves as they are.
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]

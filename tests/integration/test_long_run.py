@@ -26,7 +26,8 @@ def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     driver = Driver(output, long_driver.train, config, folder / "samples.jsonl")
     assert driver.end(200) == 0, driver.output
     assert live_members(driver.pid) == []
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    with (folder / "samples.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 @pytest.mark.timeout(300)

@@ -21,8 +21,10 @@ from typing import Any, TypeVar
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from rlhf_cluster.checkpoint_set import newest_checkpoint, verify
+from rlhf_cluster.checkpoint_set import newest_checkpoint, step_folder, verify
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.launch import snapshot_folder
 from tests.drills.processes import descendants, kill, outlive
@@ -39,6 +41,8 @@ class Ended:
     output: str
     folder: Path
     left: list[str]
+    restored: bool
+    """Whether the weights that went out after the first rebuild were those of the checkpoint."""
     seconds: float
 
     def rows(self) -> list[dict[str, Any]]:
@@ -134,6 +138,13 @@ class Run:
         written = self._in_memory.parent.glob(f"{self._in_memory.stem}.*/v*.safetensors")
         return max((int(path.stem[1:]) for path in written), default=0)
 
+    def is_saved(self, version: int, *, step: int) -> bool:
+        """Whether the weights that the learner wrote as ``version`` are those of the set of ``step``, to the bit."""
+        (path,) = self._in_memory.parent.glob(f"{self._in_memory.stem}.*/v{version}.safetensors")
+        policy = step_folder(self.folder / "checkpoints", step) / "learner" / "policy"
+        written, saved = load_file(path), load_file(policy / "model.safetensors")
+        return written.keys() == saved.keys() and all(torch.equal(written[name], saved[name]) for name in saved)
+
     def wait(self, seconds: float) -> int:
         return self.driver.wait(seconds)
 
@@ -176,6 +187,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
         # 2. The engine in the middle of an update, and a rank in the middle of the save that goes on beside it.
         # The restored weights go out under the next version; from then on each step is one.
         run.until(lambda: run.newest_snapshot() == trained + 1 or None, 60, "restored weights")
+        restored = run.is_saved(trained + 1, step=2)
         ranks = run.processes("ray::RankActor")
         (engine,) = run.until(lambda: run.processes("VLLM::EngineCore") or None, 60, "new engine")
         run.until_another_row()
@@ -190,7 +202,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
 
         exit_code = run.wait(150)
         left = outlive(list(seen.values()), 15)
-        yield Ended(exit_code, run.output(), run.folder, left, time.monotonic() - started)
+        yield Ended(exit_code, run.output(), run.folder, left, restored, time.monotonic() - started)
     finally:
         if run.driver.poll() is None:
             run.end()
@@ -225,8 +237,14 @@ def test_versions_grow_and_no_token_is_staler_than_the_bound(ended: Ended) -> No
     assert rows[-1]['rlhf_supervision_events_total{kind="rollout_worker",event="down"}'] == 2
 
 
+def test_a_rebuilt_learner_goes_on_from_the_weights_of_the_newest_set(ended: Ended) -> None:
+    assert ended.restored
+
+
 def test_the_final_weights_were_trained_on_every_prompt_once(ended: Ended) -> None:
-    answers = [json.loads(line) for line in (ended.folder / "samples.jsonl").read_text().splitlines()]
+    # Not splitlines: answers of a random policy hold characters such as U+0085, which JSON leaves as they are.
+    with (ended.folder / "samples.jsonl").open(encoding="utf-8") as file:
+        answers = [json.loads(line) for line in file]
     # A step that was done again counts as it was done last.
     batches = {step: [a for a in answers if a["step"] == step][-GROUPS * SAMPLES :] for step in range(1, STEPS + 1)}
     groups = Counter(
