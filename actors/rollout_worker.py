@@ -253,11 +253,11 @@ class RolloutWorker(Health):
                 raise ValueError(f"{self.name} serves version {self._version}; got an update to {snapshot.version}")
             weights = self._weights
             if weights is None:
-                raise RuntimeError(f"{self.name} has not started; it takes no weights yet")
+                raise RuntimeError(f"{self.name} takes no weights: {self._fenced}")
             try:
                 # Whoever sends by broadcast waits for every receiver, whatever that holds.
                 held = snapshot.version == self._version and self._fenced is None
-                if held and self._publish.backend != "nccl":
+                if held and weights.publish.backend != "nccl":
                     timing = await weights.verify_held(snapshot)
                 else:
                     timing = await weights.load(snapshot)
@@ -268,6 +268,8 @@ class RolloutWorker(Health):
                 raise
             finally:
                 weights.settled.set()
+            if self._weights is not weights:
+                raise RuntimeError(f"{self.name} was closed during the update to version {snapshot.version}")
             self._version = snapshot.version
             self._fenced = None
             return timing

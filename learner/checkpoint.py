@@ -28,7 +28,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors import SafetensorError
 
 from learner.engine import TrainEngine
-from learner.weight_publisher import hugging_face_model, iterate_weights
+from learner.weight_publisher import hugging_face_model, iterate_weights, take_part
 
 _TAG = "state"
 _TOKENIZER_FILES = (
@@ -100,9 +100,10 @@ def save_engine(engine: TrainEngine, folder: Path, *, source: str, rank: int) ->
     engine.deepspeed._copy_recovery_script = lambda save_path: None
     engine.deepspeed.save_checkpoint(str(_state_folder(engine, folder)), tag=_TAG, save_latest=False)
     weights = {}
-    for name, weight in iterate_weights(engine):
-        if rank == 0:
-            weights[name] = weight.to("cpu", copy=True)
+    if rank == 0:
+        weights = {name: weight.to("cpu", copy=True) for name, weight in iterate_weights(engine)}
+    else:
+        take_part(engine)
 
     def write_model() -> None:
         target = folder / engine.name

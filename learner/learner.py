@@ -27,6 +27,7 @@ from learner.ranks import Ranks
 from learner.spec import LearnerSpec
 from learner.updater import Updater
 from learner.weight_publisher import WeightBroadcaster, WeightPublisher
+from rlhf_cluster.config import saved_layout
 from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 
@@ -142,10 +143,11 @@ class LearnerRank:
             FileNotFoundError: there is no such checkpoint.
         """
         state = load_json(folder / _STATE_FILE)
+        saved = saved_layout(state)
         for key, mine in self.spec.layout.items():
-            if state["layout"].get(key, mine) != mine:
+            if saved.get(key, mine) != mine:
                 raise ValueError(
-                    f"checkpoint {folder} has {key} {state['layout'][key]}, the configuration {mine}; optimizer state "
+                    f"checkpoint {folder} has {key} {saved[key]}, the configuration {mine}; optimizer state "
                     f"is cut for {key}, so set it as before, or start a new run from {folder}/policy"
                 )
         for engine, _ in self._engines():

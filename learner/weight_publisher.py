@@ -49,13 +49,15 @@ def iterate_weights(engine: TrainEngine, *, bucket_bytes: int = BUCKET_BYTES) ->
     Raises:
         RuntimeError: between two micro-batches, when gathering would disturb the gradients of ZeRO-3.
     """
-    _refuse_mid_accumulation(engine)
-    for bucket in _buckets(engine, bucket_bytes):
-        # Under stages 0 to 2 every rank holds whole weights and this does nothing.
-        parts = [part for each in bucket for part in each.parts]
-        with deepspeed.zero.GatheredParameters(parts, enabled=engine.zero_stage == 3):
-            for each in bucket:
-                yield each.name, each.value()
+    for bucket in _gathered(engine, bucket_bytes):
+        for each in bucket:
+            yield each.name, each.value()
+
+
+def take_part(engine: TrainEngine) -> None:
+    """What a rank does that wants no weights while another one iterates over all of them. Collective."""
+    for _ in _gathered(engine, BUCKET_BYTES):
+        pass
 
 
 class WeightPublisher:
@@ -84,8 +86,7 @@ class WeightPublisher:
         _refuse_mid_accumulation(self._engine)
         probe = probe_entry(self._engine)
         if self._rank != 0:
-            for _ in iterate_weights(self._engine):
-                pass
+            take_part(self._engine)
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self.path(version)
@@ -160,8 +161,7 @@ class WeightBroadcaster:
     def send(self, version: int, broadcast: WeightBroadcast, transport: Mapping[str, Any]) -> None:
         """Rank 0 sends every weight while the other ranks take part in the gathering. Collective."""
         if self._rank != 0:
-            for _ in iterate_weights(self._engine):
-                pass
+            take_part(self._engine)
             return
         if self._channel is None or transport != self._group:
             if self._channel is not None:
@@ -226,6 +226,16 @@ def _weights(engine: TrainEngine) -> list[_Weight]:
 def _full_shape(weight: nn.Parameter) -> tuple[int, ...]:
     # ZeRO-3 leaves an empty tensor behind; its own attribute has the shape.
     return tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+def _gathered(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[_Weight]]:
+    """Buckets of weights, each whole until the next one is asked for."""
+    _refuse_mid_accumulation(engine)
+    for bucket in _buckets(engine, bucket_bytes):
+        # Under stages 0 to 2 every rank holds whole weights and this does nothing.
+        parts = [part for each in bucket for part in each.parts]
+        with deepspeed.zero.GatheredParameters(parts, enabled=engine.zero_stage == 3):
+            yield bucket
 
 
 def _buckets(engine: TrainEngine, bucket_bytes: int) -> Iterator[list[_Weight]]:

@@ -455,7 +455,8 @@ class PublishConfig(Section):
         "keep",
         description="What an update does to the KV cache of unfinished answers. keep: they go on over it, at most "
         "queue.max_staleness versions old like their tokens; recompute: it is computed again under the new weights, "
-        "which on a CPU stops generation for a prefill of all that runs. New requests never see an older cache.",
+        "which on a CPU stops generation for a prefill of all that runs. Requests that begin after an update never see "
+        "an older cache.",
     )
     timeout_s: Positive = Field(
         300.0, description="Seconds a worker may take to apply an update before it is ended and started again."
@@ -688,6 +689,11 @@ def checkpoint_layout(model: ModelConfig, algorithm: AlgorithmConfig, learner: L
         "a critic (algorithm.name: ppo)": algorithm.uses_critic,
         "learner.lora": None if learner.lora is None else learner.lora.model_dump(mode="json"),
     }
+
+
+def saved_layout(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``checkpoint_layout`` of the learner state of a checkpoint; those of before adapters do not name them."""
+    return {"learner.lora": None, **state["layout"]}
 
 
 def config_warnings(config: Config) -> list[str]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_cluster.config import Config, checkpoint_layout
+from rlhf_cluster.config import Config, checkpoint_layout, saved_layout
 
 
 class PreflightError(ValueError):
@@ -65,7 +65,7 @@ def check_learner_layout(folder: Path, config: Config) -> None:
     Raises:
         PreflightError: naming the setting, its saved value and the fix.
     """
-    saved = json.loads((folder / "learner.json").read_text(encoding="utf-8"))["layout"]
+    saved = saved_layout(json.loads((folder / "learner.json").read_text(encoding="utf-8")))
     for key, value in checkpoint_layout(config.model, config.algorithm, config.learner).items():
         if saved.get(key, value) != value:
             raise PreflightError(

@@ -136,7 +136,10 @@ def _candidates(config: Config) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield {"learner.critic_layers": 4}, "only the critic's top layers are trained"
     if learner.lora is None:
         lora = {"learner.lora": {"rank": 16}}
-        yield lora, "low-rank adapters of the policy are trained instead of it; raise learner.policy_lr about tenfold"
+        yield (
+            lora,
+            "low-rank adapters of the policy's linear layers are trained instead; raise learner.policy_lr tenfold",
+        )
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config | None:

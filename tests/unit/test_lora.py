@@ -112,6 +112,29 @@ def test_a_plain_model_of_the_published_weights_gives_the_answers_of_the_adapted
     assert (before - logprobs).abs().max() > 0.3
 
 
+def test_changes_far_below_a_step_of_bfloat16_arrive_on_average_and_the_same_each_time() -> None:
+    # In [1, 2) bfloat16 has steps of 1/128: to the nearest, a change of a tenth of one would never leave.
+    plain = nn.Linear(400, 300, bias=False, dtype=torch.bfloat16)
+    nn.init.uniform_(plain.weight, 1.0, 1.9, generator=torch.Generator().manual_seed(0))
+    plain.weight.data *= torch.tensor([1.0, -1.0], dtype=torch.bfloat16).repeat(200)
+    start = plain.weight.detach().clone()
+    layer, twin = (AdaptedLinear(plain, LoraConfig(rank=1, alpha=1.0), torch.Generator()) for _ in range(2))
+    assert torch.equal(layer.merged(), start)
+    step = 1 / 128
+    for part in (0.1, -0.1, 0.5, 2.25):
+        with torch.no_grad():
+            for each in (layer, twin):
+                each.lora_a.fill_(1.0)
+                each.lora_b.fill_(part * step)
+        exact = start.double() + float(layer.lora_b.detach()[0, 0])
+        merged = layer.merged()
+        assert (merged.double() - exact).abs().max() < step
+        # 120,000 coins: the mean is off by 0.5 / sqrt(120000) steps as a rule, here by four times that at most.
+        assert (merged.double() - exact).mean().abs() < 0.006 * step
+        assert torch.equal(merged, twin.merged())
+    assert torch.equal(plain.weight, start)
+
+
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")])
 def test_only_adapters_of_the_named_layers_get_gradients(folder: Path, targets: tuple[str, ...] | None) -> None:
     policy = policy_of(folder, LoraConfig(target_modules=targets))

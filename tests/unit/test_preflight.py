@@ -86,7 +86,7 @@ def test_evaluations_are_readable_by_their_owner_only(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_layout_is_refused_by_key_before_anything_starts(tmp_path: Path) -> None:
-    layout = {"learner.ranks": 2, "learner.zero_stage": 1, "model.dtype": "float32", "learner.lora": None}
+    layout = {"learner.ranks": 2, "learner.zero_stage": 1, "model.dtype": "float32"}
     (tmp_path / "learner.json").write_text(json.dumps({"layout": layout}))
     check_learner_layout(tmp_path, config_for(tmp_path))
     with pytest.raises(PreflightError, match=r"learner\.ranks is 1 but the checkpoint was saved with 2"):
