@@ -6,6 +6,7 @@ Who is killed is stopped first (SIGSTOP): what it was doing is then certain, and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -121,6 +122,35 @@ class Run:
                 continue
         return found
 
+    def engine(self) -> psutil.Process:
+        """The engine's process, by its title or as the child of the rollout worker. Looked for until it is seen: a
+        single look at all processes may miss it."""
+
+        def look() -> psutil.Process | None:
+            workers = {process.pid for process in self.processes("ray::RolloutWorker")}
+            for process in descendants(self.driver.pid):
+                with contextlib.suppress(psutil.Error):
+                    title = " ".join(process.cmdline())
+                    own = process.ppid() in workers and bool(title) and "resource_tracker" not in title
+                    if own or title.startswith("VLLM::"):
+                        return process
+            return None
+
+        try:
+            return self.until(look, 60, "engine")
+        except AssertionError:
+            for process in descendants(self.driver.pid):
+                with contextlib.suppress(psutil.Error):
+                    print(process.pid, process.ppid(), process.name(), process.cmdline())
+            raise
+
+    def ranks(self) -> list[psutil.Process]:
+        def look() -> list[psutil.Process] | None:
+            found = self.processes("ray::RankActor")
+            return found if len(found) == 2 else None
+
+        return self.until(look, 30, "two learner ranks")
+
     def stop_a_rank_in(self, method: str, ranks: list[psutil.Process]) -> psutil.Process | None:
         """A learner rank that stands still inside ``method``, which Ray shows as the title of its process."""
         for rank in ranks:
@@ -172,8 +202,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     try:
         # 1. The engine in the middle of generating, and a rank in the middle of the step after the first set.
         run.until(lambda: any(row["step"] == 2 for row in rows_of(run.folder)) or None, 150, "step 2")
-        ranks = run.processes("ray::RankActor")
-        (engine,) = run.processes("VLLM::EngineCore")
+        ranks = run.ranks()
+        engine = run.engine()
         rank = run.until(lambda: run.stop_a_rank_in("train", ranks), 30, "step in progress")
         # The groups that the batch made room for are on their way to it, and the version before them is in.
         time.sleep(0.5)
@@ -189,8 +219,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
         # The restored weights go out under the next version; from then on each step is one.
         run.until(lambda: run.newest_snapshot() == trained + 1 or None, 60, "restored weights")
         restored = run.keep(trained + 1, step=2)
-        ranks = run.processes("ray::RankActor")
-        (engine,) = run.until(lambda: run.processes("VLLM::EngineCore") or None, 60, "new engine")
+        ranks = run.ranks()
+        engine = run.engine()
         run.until_another_row()
         run.until(lambda: run.newest_snapshot() == trained + 3 or None, 60, "weights of step 4")
         engine.suspend()
