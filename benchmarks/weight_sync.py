@@ -243,6 +243,8 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--window-s", type=float, default=6.0)
     options = parser.parse_args()
+    if options.windows < 2:
+        parser.error("--windows: a standard error needs at least 2")
     from rlhf_cluster.demo.model import unpack
 
     unpack(MODEL)

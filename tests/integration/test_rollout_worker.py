@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from learner.lora import is_adapter
 from learner.models import PolicyModel, collate, load_policy
 from learner.weight_publisher import WeightPublisher
 from rlhf_cluster.config import LearnerConfig, LoraConfig, ModelConfig
+from rlhf_cluster.protocols import WeightSnapshot
 from rlhf_cluster.types import Rollout
 from tests.integration.rollout_helpers import (
     LONG_PROMPT,
@@ -121,6 +122,23 @@ def test_an_untied_model_serves_updated_weights(running, tmp_path: Path) -> None
     np.testing.assert_allclose(rollout.behaviour_logprobs, transformers_logprobs(other, rollout), atol=0.02)
 
 
+async def across_the_update(
+    worker: RolloutWorker, old: WeightSnapshot, new: WeightSnapshot, *, prompt: Sequence[int]
+) -> list[Rollout]:
+    """One answer to ``LONG_PROMPT`` that began after the update, then those to ``prompt`` that it met running.
+
+    ``LONG_PROMPT`` was answered under the old weights before, so a cache that stayed would be found.
+    """
+    await worker.update_weights(old)
+    await worker.generate(request("before", [1], max_new_tokens=2, prompt=LONG_PROMPT))
+    asked = request("running", list(range(8)), max_new_tokens=200, prompt=prompt)
+    running_on = asyncio.ensure_future(worker.generate(asked))
+    await started(worker, samples=4, tokens=5)
+    await worker.update_weights(new)
+    after = await worker.generate(request("after", [1], max_new_tokens=3, prompt=LONG_PROMPT))
+    return [*after, *await running_on]
+
+
 @pytest.mark.parametrize("kv_cache", ["recompute", "keep"])
 def test_without_prefix_caching_a_negated_head_is_what_new_and_running_requests_get(
     running, folder: Path, tmp_path: Path, kv_cache: str
@@ -134,20 +152,10 @@ def test_without_prefix_caching_a_negated_head_is_what_new_and_running_requests_
         for number, weights in enumerate((folder, other))
     )
 
-    async def across_the_update() -> list[Rollout]:
-        await worker.update_weights(old)
-        await worker.generate(request("before", [1], max_new_tokens=2, prompt=LONG_PROMPT))
-        asked = request("running", list(range(8)), max_new_tokens=200, prompt=LONG_PROMPT)
-        running_on = asyncio.ensure_future(worker.generate(asked))
-        await started(worker, samples=4, tokens=5)
-        await worker.update_weights(new)
-        after = await worker.generate(request("after", [1], max_new_tokens=3, prompt=LONG_PROMPT))
-        return [*after, *await running_on]
-
     configured = worker._weights.publish
     worker._weights.publish = configured.model_copy(update={"kv_cache": kv_cache})
     try:
-        after, *running_on = runner.run(across_the_update())
+        after, *running_on = runner.run(across_the_update(worker, old, new, prompt=LONG_PROMPT))
     finally:
         worker._weights.publish = configured
     expected = plain_logprobs(other, LONG_PROMPT, after.token_ids.tolist())
@@ -206,16 +214,7 @@ def test_running_answers_go_on_over_the_keys_and_values_they_have_and_new_ones_g
         for number, weights in enumerate((folder, other))
     )
 
-    async def across_the_update() -> list[Rollout]:
-        await worker.update_weights(old)
-        await worker.generate(request("before", [1], max_new_tokens=2, prompt=LONG_PROMPT))
-        running_on = asyncio.ensure_future(worker.generate(request("kept", list(range(8)), max_new_tokens=200)))
-        await started(worker, samples=4, tokens=5)
-        await worker.update_weights(new)
-        after = await worker.generate(request("new", [1], max_new_tokens=3, prompt=LONG_PROMPT))
-        return [*after, *await running_on]
-
-    fresh, *running_on = runner.run(across_the_update())
+    fresh, *running_on = runner.run(across_the_update(worker, old, new, prompt=PROMPT))
     expected = plain_logprobs(other, LONG_PROMPT, fresh.token_ids.tolist())
     np.testing.assert_allclose(fresh.behaviour_logprobs, expected, atol=0.02)
     spanning = [rollout for rollout in running_on if len(rollout.version_spans) == 2]
