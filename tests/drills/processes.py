@@ -57,6 +57,35 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
+def titled(pid: int, title: str) -> list[psutil.Process]:
+    """The descendants whose command line starts with ``title`` (``ray::RankActor``)."""
+    return [process for process in descendants(pid) if command_line(process).startswith(title)]
+
+
+def engines(pid: int) -> list[psutil.Process]:
+    """The vLLM engine of every rollout worker among the descendants: its worker's child.
+
+    Not by the title that it gives itself. setproctitle finds the command line from the first environment variable, and
+    leaves it as it is when that one was set anew before (vLLM sets several); which one is first is drawn by the raylet.
+    """
+    workers = {process.pid for process in titled(pid, "ray::RolloutWorker")}
+    found = []
+    for process in descendants(pid):
+        with contextlib.suppress(psutil.Error):
+            name = command_line(process)
+            if process.ppid() in workers and name and "resource_tracker" not in name:
+                found.append(process)
+    return found
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty when it has ended."""
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:
+        return ""
+
+
 def kill(process: psutil.Process) -> None:
     """Nothing when it has ended, or its pid is another's."""
     with contextlib.suppress(psutil.NoSuchProcess):

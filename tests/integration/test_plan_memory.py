@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rlhf_cluster.config import Config
@@ -21,50 +21,30 @@ from rlhf_cluster.launch import Fleet, ray_session
 from rlhf_cluster.planner.memory import MIB, plan_memory, read_shapes
 from rlhf_cluster.protocols import RolloutRequest
 from rlhf_cluster.types import Prompt, Rollout, Sampling, ScoredGroup, TrainBatch, VersionSpan
+from tests.drills.processes import engines, titled
 from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 pytest.importorskip("vllm")
 
-# Titles that the processes give themselves.
-ROLES = {
-    "VLLM::EngineCore": "engine",
-    "ray::RolloutWorker": "rollout worker",
-    "ray::RewardScorerActor": "reward scorer",
-    "ray::ReferenceScorerActor": "reference scorer",
-    "ray::RankActor": "learner rank",
+TITLES = {
+    "rollout worker": "ray::RolloutWorker",
+    "reward scorer": "ray::RewardScorerActor",
+    "reference scorer": "ray::ReferenceScorerActor",
+    "learner rank": "ray::RankActor",
 }
 GROUPS, ANSWERS = 4, 2
 
 
-def descendants() -> Iterator[int]:
-    parents = {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parents[int(entry)] = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != os.getpid():
-            ancestor = parents[ancestor]
-        if ancestor == os.getpid() and pid != os.getpid():
-            yield pid
-
-
 def peak_memory() -> dict[str, float]:
     """MiB that each role's largest process of ours had resident at its peak (VmHWM)."""
-    peaks: dict[str, float] = {}
-    for pid in descendants():
-        try:
-            title = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            status = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            continue
-        role = next((role for start, role in ROLES.items() if title.startswith(start)), None)
-        if role is not None:
-            peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
-            peaks[role] = max(peaks.get(role, 0.0), peak)
-    return peaks
+    roles = {role: titled(os.getpid(), title) for role, title in TITLES.items()}
+    roles["engine"] = engines(os.getpid())
+    return {role: max(map(peak, processes)) for role, processes in roles.items() if processes}
+
+
+def peak(process: psutil.Process) -> float:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
 
 
 def longest(config: Config, prompt: Prompt, group: int) -> list[Rollout]:
@@ -125,7 +105,7 @@ def test_the_ledger_meets_the_resident_memory_of_every_process_within_a_fifth(tm
     with ray_session(config):
         measured = asyncio.run(one_step(config, prompt))
     ledger = plan_memory(config, read_shapes(config))
-    planned = {role: ledger.process(role).total / MIB for role in ROLES.values()}
+    planned = {role: ledger.process(role).total / MIB for role in (*TITLES, "engine")}
     assert measured.keys() == planned.keys()
     wrong = {
         role: f"planned {planned[role]:.0f} MiB, measured {measured[role]:.0f} MiB"

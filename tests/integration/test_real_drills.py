@@ -6,7 +6,6 @@ Who is killed is stopped first (SIGSTOP): what it was doing is then certain, and
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -27,7 +26,7 @@ from safetensors.numpy import load_file
 from rlhf_cluster.checkpoint_set import newest_checkpoint, step_folder, verify
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.launch import snapshot_folder
-from tests.drills.processes import descendants, kill, outlive
+from tests.drills.processes import command_line, descendants, engines, kill, outlive, titled
 from tests.tiny_models import build_tiny_policy, build_tiny_reward_model
 
 STEPS, GROUPS, SAMPLES, MAX_STALENESS = 5, 4, 2, 1
@@ -112,41 +111,12 @@ class Run:
     def until_told(self, what: str) -> None:
         self.until(lambda: what in self.output() or None, 30, f"word of {what!r}")
 
-    def processes(self, title: str) -> list[psutil.Process]:
-        found = []
-        for process in descendants(self.driver.pid):
-            try:
-                if " ".join(process.cmdline()).strip().startswith(title):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
     def engine(self) -> psutil.Process:
-        """The engine's process, by its title or as the child of the rollout worker. Looked for until it is seen: a
-        single look at all processes may miss it."""
-
-        def look() -> psutil.Process | None:
-            workers = {process.pid for process in self.processes("ray::RolloutWorker")}
-            for process in descendants(self.driver.pid):
-                with contextlib.suppress(psutil.Error):
-                    title = " ".join(process.cmdline())
-                    own = process.ppid() in workers and bool(title) and "resource_tracker" not in title
-                    if own or title.startswith("VLLM::"):
-                        return process
-            return None
-
-        try:
-            return self.until(look, 60, "engine")
-        except AssertionError:
-            for process in descendants(self.driver.pid):
-                with contextlib.suppress(psutil.Error):
-                    print(process.pid, process.ppid(), process.name(), process.cmdline())
-            raise
+        return self.until(lambda: engines(self.driver.pid) or None, 60, "engine")[0]
 
     def ranks(self) -> list[psutil.Process]:
         def look() -> list[psutil.Process] | None:
-            found = self.processes("ray::RankActor")
+            found = titled(self.driver.pid, "ray::RankActor")
             return found if len(found) == 2 else None
 
         return self.until(look, 30, "two learner ranks")
@@ -189,7 +159,7 @@ class Run:
 
 
 def _is_in(rank: psutil.Process, method: str) -> bool:
-    return " ".join(rank.cmdline()).strip() == f"ray::RankActor.{method}"
+    return command_line(rank) == f"ray::RankActor.{method}"
 
 
 @pytest.fixture(scope="module")
