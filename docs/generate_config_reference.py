@@ -13,7 +13,8 @@ from rlhf_cluster.presets import load_preset, preset_names
 
 _HEAD = """# Config reference
 
-Generated from `rlhf_cluster/config.py` by `python -m docs.generate_config_reference`; a test keeps them equal.
+Generated from `rlhf_cluster/config.py` and its sections by `python -m docs.generate_config_reference`; a test keeps
+them equal.
 
 A config is one YAML file of these sections; `section.key=value` on the command line overrides a key. Unknown keys,
 options that would do nothing and impossible combinations are refused before Ray starts. Paths are relative to the

@@ -27,7 +27,7 @@ from learner.ranks import Ranks
 from learner.spec import LearnerSpec
 from learner.updater import Updater
 from learner.weight_publisher import WeightBroadcaster, WeightPublisher
-from rlhf_cluster.config import saved_layout
+from rlhf_cluster.checkpoint_layout import saved_layout
 from rlhf_cluster.protocols import WeightBroadcast, WeightSnapshot
 from rlhf_cluster.types import Floats, Rollout, TrainBatch, UpdateResult
 

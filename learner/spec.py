@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlhf_cluster.config import AlgorithmConfig, Config, LearnerConfig, ModelConfig, RewardConfig, checkpoint_layout
+from rlhf_cluster.checkpoint_layout import checkpoint_layout
+from rlhf_cluster.config import AlgorithmConfig, Config, LearnerConfig, ModelConfig, RewardConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rlhf_cluster.config import config_warnings, derived_table
 from rlhf_cluster.config_io import Composition, ConfigError, compose_config, dump_config
+from rlhf_cluster.config_summary import config_warnings, derived_table
 from rlhf_cluster.ending import guard
 from rlhf_cluster.planner.command import plan
 from rlhf_cluster.presets import load_preset, preset_names, presets_folder

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rlhf_cluster.config import Config, checkpoint_layout, saved_layout
+from rlhf_cluster.checkpoint_layout import checkpoint_layout, saved_layout
+from rlhf_cluster.config import Config
 
 
 class PreflightError(ValueError):

@@ -11,8 +11,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rlhf_cluster.config import Config, RewardComponent, config_warnings, derived_table
+from rlhf_cluster.config import Config, RewardComponent
 from rlhf_cluster.config_io import ConfigError, all_keys, dump_config, load_config
+from rlhf_cluster.config_summary import config_warnings, derived_table
 from rlhf_cluster.presets import preset_names
 
 CONFIGS = Path("configs")
@@ -358,9 +359,10 @@ def test_every_field_is_read_by_the_code() -> None:
         for package in ("rlhf_cluster", "actors", "learner")
         for path in Path(package).rglob("*.py")
         # These name keys without reading them.
-        if path.name not in {"config.py", "config_io.py", "config_keys.py", "presets.py"}
+        if path.name not in {"config.py", "config_io.py", "config_keys.py", "config_summary.py", "presets.py"}
+        and path.parent.name != "config_sections"
     ]
-    # Read inside config.py itself, by a property that the code uses instead.
+    # Read inside its section itself, by a property that the code uses instead.
     through_property = {
         "model.reference": "reference_path",
         "algorithm.importance": "importance_kind",

@@ -1,0 +1,1 @@
+"""The sections of the configuration, each checked by itself; ``config.Config`` puts them together."""
