@@ -8,7 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_cluster import run_state
 from rlhf_cluster.beside import run_beside
@@ -20,54 +20,25 @@ from rlhf_cluster.config import CheckpointConfig, Config
 from rlhf_cluster.control import ControlServer, scale_handler
 from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
-from rlhf_cluster.diagnosis import self_check
 from rlhf_cluster.diagnosis.preflight import PreflightError, check_learner_layout
 from rlhf_cluster.ending import Signals
-from rlhf_cluster.evaluation import Sampler, evaluate
 from rlhf_cluster.experience_queue import ExperienceQueue
+from rlhf_cluster.fleet import Fleet
 from rlhf_cluster.inputs import Inputs
-from rlhf_cluster.metrics.calibrating_recorder import CalibratingRecorder
-from rlhf_cluster.metrics.calibration import FILE_NAME
 from rlhf_cluster.metrics.console import ConsoleView
-from rlhf_cluster.metrics.jsonl import JsonlSink
-from rlhf_cluster.metrics.prometheus import PrometheusSink
-from rlhf_cluster.metrics.recorder import MetricsRecorder
 from rlhf_cluster.metrics.samples import SampleWriter
-from rlhf_cluster.metrics.sinks import Sink
-from rlhf_cluster.metrics.tensorboard import TensorBoardSink
 from rlhf_cluster.protocols import LearnerLost
 from rlhf_cluster.published_version import PublishedVersion
+from rlhf_cluster.run_checks import RunChecks
 from rlhf_cluster.run_folder import PUBLISHED_VERSION, RunFolder
+from rlhf_cluster.run_sinks import open_recorder
 from rlhf_cluster.supervision import Event
 from rlhf_cluster.types import TrainBatch
-from rlhf_cluster.watchdog import Wait, Watchdog, own_stacks
+from rlhf_cluster.watchdog import Watchdog, own_stacks
 
 log = logging.getLogger(__name__)
 
-_SELF_CHECK_PROMPTS = 4
-_SELF_CHECK_TOKENS = 24
 _SECONDS_FOR_THE_LAST_SET = 30.0
-
-
-class Fleet(Protocol):
-    """Workers, scorers and learner (``launch.Fleet``), started side by side and each awaited when it is needed."""
-
-    pool: Any
-    """A Generator."""
-    sink: Any
-    """A WeightSink."""
-    scorers: Any
-    """A Scorer."""
-    learner: Any
-    """A Learner that can also ``load`` a checkpoint and ``restart``."""
-
-    async def ready(self, *names: str) -> None: ...
-
-    def waits(self) -> list[Wait]: ...
-
-    async def dump_stacks(self) -> dict[str, str]: ...
-
-    async def close(self) -> None: ...
 
 
 class TrainingRun:
@@ -125,17 +96,18 @@ class TrainingRun:
         """
         view = self._view
         with contextlib.ExitStack() as stack:
-            self._recorder = self._open_recorder(stack)
+            self._recorder = open_recorder(self._config, self._folder, self._clock, view, stack)
             view.phase("starting rollout workers, scorers and learner")
             fleet = start_fleet(self._member_event)
             self._fleet = fleet
+            self._checks = RunChecks(self._config, self._inputs, self._folder, fleet, self._clock, self._recorder, view)
             try:
                 controller = await self._train(fleet, signals, self._sample_writer(stack))
                 # What follows can be done again from the checkpoint, so a signal ends it at once.
                 signals.on_first = signals.cancel
                 if not controller.stopped:
                     view.phase("evaluating the trained policy")
-                    await self._evaluate(fleet, "after")
+                    await self._checks.evaluate("after")
                 view.phase("closing")
             finally:
                 try:
@@ -144,29 +116,6 @@ class TrainingRun:
                         await self._writer.finish(timeout_s=0.0 if signals.expired else _SECONDS_FOR_THE_LAST_SET)
                 finally:
                     await _close(fleet)
-
-    def _open_recorder(self, stack: contextlib.ExitStack) -> MetricsRecorder:
-        config = self._config.metrics
-        sinks: list[Sink] = [JsonlSink(self._folder.metrics), self._view]
-        if config.prometheus is not None:
-            try:
-                exporter = PrometheusSink(config.prometheus.host, config.prometheus.port)
-            except ValueError as error:
-                raise PreflightError(str(error)) from None
-            sinks.append(exporter)
-            (self._folder.path / "prometheus_url").write_text(exporter.url + "\n")
-            self._view.message(f"metrics: {exporter.url}")
-        if config.tensorboard:
-            sinks.append(TensorBoardSink(self._folder.path / "tensorboard"))
-        recorder = CalibratingRecorder.for_run(
-            self._config,
-            self._folder.path / FILE_NAME,
-            clock=self._clock,
-            sinks=sinks,
-            mismatch_alarm=self._config.guardrails.mismatch_alarm,
-        )
-        stack.callback(recorder.close)
-        return recorder
 
     async def _prepare(self, fleet: Fleet) -> int:
         """Bring the parts to the same version and return the step to go on from.
@@ -177,13 +126,13 @@ class TrainingRun:
             if self._config.evaluation is not None:
                 await fleet.ready("rollout workers", "scorers")
                 self._view.phase("evaluating the untrained policy")
-                await self._evaluate(fleet, "before")
+                await self._checks.evaluate("before")
             await fleet.ready("rollout workers", "scorers", "learner")
             await self._verify_start(fleet)
             step = 0
         else:
             step = await self._resume(fleet, self._folder.checkpoint, self._saved)
-        await self._self_check(fleet)
+        await self._checks.self_check()
         return step
 
     async def _resume(self, fleet: Fleet, checkpoint: Path, saved: Mapping[str, Any]) -> int:
@@ -340,7 +289,7 @@ class TrainingRun:
             recorder=self._recorder,
             step=step,
             after_step=after_step,
-            after_first_publication=lambda: self._self_check(fleet),
+            after_first_publication=self._checks.self_check,
             on_batch=on_batch,
             before_publication=self._published.note,
         )
@@ -382,44 +331,6 @@ class TrainingRun:
         self._view.message(
             f"checkpoint {report.path} ({report.bytes / 2**20:.0f} MiB in {report.total_s:.1f} s, of which training "
             f"waited {report.blocked_s:.1f} s)"
-        )
-
-    async def _evaluate(self, fleet: Fleet, name: str) -> None:
-        if self._config.evaluation is None:
-            return
-        result = await evaluate(
-            self._inputs.held_out,
-            sampler=self._sampler(fleet),
-            scorer=fleet.scorers,
-            samples_per_prompt=self._config.evaluation.samples_per_prompt,
-        )
-        self._recorder.evaluated(name, result.summary())
-        self._folder.write_evaluation(name, result.record(self._inputs.decode))
-
-    async def _self_check(self, fleet: Fleet) -> None:
-        """Engine and learner must agree about a few fresh rollouts (see ``diagnosis.self_check``)."""
-        sampler = self._sampler(fleet, _SELF_CHECK_TOKENS)
-        label = f"self-check at version {fleet.learner.version}"
-        prompts = self._inputs.train[:_SELF_CHECK_PROMPTS]
-        groups = await asyncio.gather(*(sampler.sample(prompt, 1, label=label) for prompt in prompts))
-        probe = [rollout for group in groups for rollout in group]
-        logprobs = await fleet.learner.logprobs(probe)
-        mean = self_check.check(
-            probe,
-            logprobs,
-            version=fleet.learner.version,
-            dtype=self._config.model.dtype,
-            tolerance=self._config.guardrails.self_check_tolerance,
-        )
-        self._view.message(f"{label}: engine and learner differ by {mean:.4f} nats a token")
-
-    def _sampler(self, fleet: Fleet, max_new_tokens: int | None = None) -> Sampler:
-        return Sampler(
-            fleet.pool,
-            self._clock,
-            self._config.rollout,
-            seed=self._config.run.seed,
-            max_new_tokens=max_new_tokens,
         )
 
 
