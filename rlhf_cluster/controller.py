@@ -208,9 +208,9 @@ class Controller:
                 await self._wait_for_change()
                 continue
             attempt = self._queue.admit(issue.prompt, worker.version, group_id=issue.group_id)
-            if attempt.attempt >= self._settings.max_attempts:
+            if attempt.draw >= self._settings.max_attempts:
                 raise RunFailed(
-                    f"prompt {issue.prompt.prompt_id} was issued {attempt.attempt} times in one epoch without a result "
+                    f"prompt {issue.prompt.prompt_id} was issued {attempt.draw} times in one epoch without a result "
                     f"(guardrails.max_attempts {self._settings.max_attempts}); see the warnings above for the causes"
                 )
             self._to_generate.put_nowait(_Dispatch(attempt, issue, worker, self._updates_started, self._update_active))
@@ -247,9 +247,7 @@ class Controller:
     async def _generate(self, dispatch: _Dispatch) -> None:
         started = self._clock.now()
         attempt = dispatch.attempt
-        request = RolloutRequest(
-            attempt.group_id, attempt.attempt, dispatch.issue.prompt, self._sampling(attempt.group_id, attempt.attempt)
-        )
+        request = RolloutRequest(attempt.group_id, attempt.attempt, dispatch.issue.prompt, self._sampling(attempt))
         try:
             rollouts = await self._generator.generate(dispatch.worker, request)
         except (WorkerFailed, TimeoutError) as error:
@@ -262,11 +260,13 @@ class Controller:
         self._to_score.put_nowait(_Generated(dispatch, rollouts))
         self._changed.set()
 
-    def _sampling(self, group_id: str, attempt: int) -> tuple[Sampling, ...]:
+    def _sampling(self, attempt: Attempt) -> tuple[Sampling, ...]:
         settings = self._settings
         return tuple(
             Sampling(
-                settings.temperature, settings.max_new_tokens, sample_seed(settings.seed, group_id, attempt, index)
+                settings.temperature,
+                settings.max_new_tokens,
+                sample_seed(settings.seed, attempt.group_id, attempt.draw, index),
             )
             for index in range(settings.samples_per_prompt)
         )
@@ -325,6 +325,7 @@ class Controller:
 
     def _finish_without_training(self, attempt: Attempt) -> None:
         """An unusable group leaves with its prompt: another sample would not make the prompt scorable."""
+        self._overlapped.pop((attempt.group_id, attempt.attempt), None)
         if self._queue.retire(attempt.group_id, attempt.attempt, "filtered"):
             self._cursor.consumed(attempt.group_id)
         self._changed.set()
@@ -363,15 +364,16 @@ class Controller:
             self._publication.add_done_callback(self._note_failure)
             # A publication that needs the learner (a broadcast) must have claimed it before a save or the next batch.
             await asyncio.sleep(0)
+            self._recorder.queue_state(self._queue)
+            self._recorder.workers(self._generator.status())
+            self._recorder.close_step(result.version, self.step)
+            # Before the publication is waited for: with max_staleness 0 nothing of the next version is out yet.
+            if self._after_step is not None:
+                await self._after_step(self.step)
             if first_publication and self._after_first_publication is not None:
                 await self._finish_publication()
                 await self._after_first_publication()
             first_publication = False
-            self._recorder.queue_state(self._queue)
-            self._recorder.workers(self._generator.status())
-            self._recorder.close_step(result.version, self.step)
-            if self._after_step is not None:
-                await self._after_step(self.step)
         await self._finish_publication()
 
     async def _next_batch(self) -> tuple[TrainBatch | None, float]:

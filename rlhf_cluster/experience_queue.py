@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -66,11 +66,14 @@ class Attempt:
     """One dispatch of one issue of a prompt; ``attempt`` counts from 0 per group id.
 
     ``start_version`` is what the chosen worker held at admission: a lower bound for every token of the group.
+    ``draw`` counts the attempts before it, without those that were aborted: seeds go by it, so that what a stop or a
+    lost learner interrupted is sampled again as it would have been.
     """
 
     group_id: str
     attempt: int
     start_version: int
+    draw: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -122,6 +125,8 @@ class ExperienceQueue:
         self._dispatched: dict[str, _Entry] = {}  # those not yet put, in admission order: the oldest comes first
         self._in_training: dict[str, _Entry] | None = None  # by group id, in admission order
         self._last_attempt: dict[str, int] = {}  # highest attempt admitted per group id: tells late from unknown
+        self._aborted: dict[str, int] = {}  # attempts aborted per group id, when there are any
+        self._places: dict[str, int] = {}  # the order that the next attempt of a group takes, when it has one already
         self._is_over: Callable[[str], bool] = lambda group_id: False  # true for what ``forget`` dropped from it
         self._schedule = Schedule(groups_per_batch, max_staleness)
         self._last_moved_at = -math.inf  # the last admission, or the last room made by a retirement
@@ -193,12 +198,13 @@ class ExperienceQueue:
                 f"group {group_id} is over: forget() dropped its attempts, so a late reply could pass for a new one; "
                 "forget only what no checkpoint that is still there may issue again"
             )
-        attempt = Attempt(group_id, last_attempt + 1, start_version)
+        attempt = self._attempt(group_id, last_attempt + 1, start_version)
         self._last_attempt[group_id] = attempt.attempt
         self._last_moved_at = self._clock.now()
-        entry = _Entry(attempt, self._admissions, self._last_moved_at, start_version + self.max_staleness)
-        self._insert(entry)
-        self._admissions += 1
+        order = self._places.pop(group_id, None)
+        if order is None:
+            order, self._admissions = self._admissions, self._admissions + 1
+        self._insert(_Entry(attempt, order, self._last_moved_at, start_version + self.max_staleness))
         self.ledger.admit()
         self._settle()
         return attempt
@@ -260,6 +266,8 @@ class ExperienceQueue:
             return False
         self.ledger.move(entry.size, entry.state, reason)
         self._remove(entry)
+        if reason == "aborted":
+            self._aborted[group_id] = self._aborted.get(group_id, 0) + 1
         self._last_moved_at = self._clock.now()
         self._settle()
         self._wake()
@@ -329,7 +337,8 @@ class ExperienceQueue:
         """The learner was restored from a checkpoint and goes on as ``learner_version``, above every version so far.
 
         Its batch in training is failed and every outstanding attempt aborted, so the cursor of the checkpoint issues
-        their prompts again. Ledger and attempt numbers go on: a late reply from before is a duplicate.
+        their prompts again. Ledger and attempt numbers go on: a late reply from before is a duplicate. What ``forget``
+        dropped may be admitted again, since a checkpoint may be older than it; nobody works on those any more.
 
         Raises:
             ValueError: ``learner_version`` is not above the version now.
@@ -339,7 +348,19 @@ class ExperienceQueue:
         self.advance(self._version)
         for entry in list(self._entries.values()):
             self.retire(entry.attempt.group_id, entry.attempt.attempt, "aborted")
+        self._places.clear()
+        self._is_over = lambda group_id: False
         self.advance(learner_version)
+
+    def abort_dispatched(self) -> None:
+        """Nobody works on the dispatched attempts any more, as after a resume: each is retired as aborted.
+
+        The next attempt of each group takes its place in the order of admission, so batches form as if nothing had
+        happened.
+        """
+        for entry in list(self._dispatched.values()):
+            self._places[entry.attempt.group_id] = entry.order
+            self.retire(entry.attempt.group_id, entry.attempt.attempt, "aborted")
 
     def forget(self, is_over: Callable[[str], bool]) -> int:
         """Drop the attempt numbers of ended groups for which ``is_over(group_id)`` holds; returns how many.
@@ -353,6 +374,7 @@ class ExperienceQueue:
         over = [group_id for group_id in self._last_attempt if group_id not in held and is_over(group_id)]
         for group_id in over:
             del self._last_attempt[group_id]
+            self._aborted.pop(group_id, None)
         self._is_over = is_over
         return len(over)
 
@@ -374,10 +396,14 @@ class ExperienceQueue:
             "learner_version": self._version,
             "admissions": self._admissions,
             "last_attempt": dict(self._last_attempt),
+            "aborted": dict(self._aborted),
+            "places": dict(self._places),
             "ledger": ledger.state_dict(),
             "entries": [
                 {
-                    **asdict(entry.attempt),
+                    "group_id": entry.attempt.group_id,
+                    "attempt": entry.attempt.attempt,
+                    "start_version": entry.attempt.start_version,
                     "order": entry.order,
                     "age_s": now - entry.admitted_at,
                     "group": None if entry.group is None else group_to_json(entry.group),
@@ -402,6 +428,8 @@ class ExperienceQueue:
         self._version = state["learner_version"]
         self._admissions = state["admissions"]
         self._last_attempt = dict(state["last_attempt"])
+        self._aborted = dict(state["aborted"])
+        self._places = dict(state["places"])
         self._is_over = lambda group_id: False
         self._in_training = None
         self._last_moved_at = -math.inf
@@ -410,7 +438,7 @@ class ExperienceQueue:
         self._schedule.clear()
         now = self._clock.now()
         for saved in state["entries"]:
-            attempt = Attempt(saved["group_id"], saved["attempt"], saved["start_version"])
+            attempt = self._attempt(saved["group_id"], saved["attempt"], saved["start_version"])
             group = None if saved["group"] is None else group_from_json(saved["group"])
             oldest = attempt.start_version if group is None else group.min_version
             entry = _Entry(attempt, saved["order"], now - saved["age_s"], oldest + self.max_staleness, group)
@@ -469,6 +497,9 @@ class ExperienceQueue:
         self._waiting_since = None
         self._settle()
         return [entry.group for entry in batch if entry.group is not None]
+
+    def _attempt(self, group_id: str, number: int, start_version: int) -> Attempt:
+        return Attempt(group_id, number, start_version, number - self._aborted.get(group_id, 0))
 
     def _insert(self, entry: _Entry) -> None:
         self._schedule.add(entry.due, ready=entry.group is not None)

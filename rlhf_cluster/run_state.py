@@ -32,15 +32,15 @@ def restore(
     ``version``: what the learner goes on as, when versions above the saved one were published; queued groups that are
     too stale for it leave, and their prompts come again.
 
-    Attempts that were on workers are aborted, and the cursor yields their prompts again; queued groups stay queued.
+    Attempts that were on workers are aborted, and the cursor yields their prompts again, to be sampled with the same
+    seeds and trained in the same place; queued groups stay queued.
     The recorder goes on from ``state["metrics"]``.
 
     Raises:
         ValueError: seed, prompts, batch size or staleness bound are not those of the saved run.
     """
     queue.load_state_dict(state["queue"])
-    for attempt in queue.dispatched():
-        queue.retire(attempt.group_id, attempt.attempt, "aborted")
+    queue.abort_dispatched()
     queued = {entry["group_id"] for entry in state["queue"]["entries"] if entry["group"] is not None}
     if version is not None and version > queue.learner_version:
         queued -= {attempt.group_id for attempt in queue.advance(version)}

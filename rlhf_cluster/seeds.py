@@ -15,6 +15,7 @@ def derive_seed(run_seed: int, *purpose: str | int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def sample_seed(run_seed: int, group_id: str, attempt: int, sample: int) -> int:
-    """Seed of one answer: distinct for every group, attempt and sample, the same again in the same run."""
-    return derive_seed(run_seed, "sample", group_id, attempt, sample)
+def sample_seed(run_seed: int, group_id: str, draw: int, sample: int) -> int:
+    """Seed of one answer: distinct for every group, draw (``Attempt.draw``) and sample, the same again in the same
+    run."""
+    return derive_seed(run_seed, "sample", group_id, draw, sample)

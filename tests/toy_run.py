@@ -126,7 +126,8 @@ class ToyLearner(FakeLearner):
             assert 0 <= lag <= self._max_staleness, f"{member.rollout.rollout_id} has lag {lag}"
         result = await super().train(batch)
         self.trained += [group.group_id for group in batch.groups]
-        append(self._log, trained=[group.group_id for group in batch.groups], pid=os.getpid())
+        seeds = [[member.rollout.sampling.seed for member in group.rollouts] for group in batch.groups]
+        append(self._log, trained=[group.group_id for group in batch.groups], seeds=seeds, pid=os.getpid())
         return result
 
     async def snapshot(self) -> WeightSnapshot:

@@ -86,7 +86,11 @@ class GuardrailConfig(Section):
     max_learner_restarts: NonNegativeInt = Field(
         3, description="Times the learner group is rebuilt from the newest checkpoint after a rank died or hung."
     )
-    max_attempts: PositiveInt = Field(5, description="Times one prompt is issued in an epoch before the run ends.")
+    max_attempts: PositiveInt = Field(
+        5,
+        description="Times one prompt is issued in an epoch before the run ends. Attempts that a stop or a lost learner"
+        " aborted do not count.",
+    )
     no_progress_s: Positive = Field(
         3600.0,
         description="Seconds without any event of the run after which it ends, with who waits for whom and stacks.",
