@@ -66,8 +66,8 @@ class Attempt:
     """One dispatch of one issue of a prompt; ``attempt`` counts from 0 per group id.
 
     ``start_version`` is what the chosen worker held at admission: a lower bound for every token of the group.
-    ``draw`` counts the attempts before it, without those that were aborted: seeds go by it, so that what a stop or a
-    lost learner interrupted is sampled again as it would have been.
+    ``draw`` counts the attempts before it that failed or came too late. Seeds go by it, so that what a stop or a lost
+    learner took back is sampled again as it was.
     """
 
     group_id: str
@@ -125,7 +125,7 @@ class ExperienceQueue:
         self._dispatched: dict[str, _Entry] = {}  # those not yet put, in admission order: the oldest comes first
         self._in_training: dict[str, _Entry] | None = None  # by group id, in admission order
         self._last_attempt: dict[str, int] = {}  # highest attempt admitted per group id: tells late from unknown
-        self._aborted: dict[str, int] = {}  # attempts aborted per group id, when there are any
+        self._draws: dict[str, int] = {}  # attempts per group id that failed or came too late, if any
         self._places: dict[str, int] = {}  # the order that the next attempt of a group takes, when it has one already
         self._is_over: Callable[[str], bool] = lambda group_id: False  # true for what ``forget`` dropped from it
         self._schedule = Schedule(groups_per_batch, max_staleness)
@@ -198,7 +198,7 @@ class ExperienceQueue:
                 f"group {group_id} is over: forget() dropped its attempts, so a late reply could pass for a new one; "
                 "forget only what no checkpoint that is still there may issue again"
             )
-        attempt = self._attempt(group_id, last_attempt + 1, start_version)
+        attempt = Attempt(group_id, last_attempt + 1, start_version, self._draws.get(group_id, 0))
         self._last_attempt[group_id] = attempt.attempt
         self._last_moved_at = self._clock.now()
         order = self._places.pop(group_id, None)
@@ -236,6 +236,7 @@ class ExperienceQueue:
         due = group.min_version + self.max_staleness
         if due < self.first_open:
             self._remove(entry)
+            self._drawn_in_vain(group.group_id)
             self.ledger.deliver(size, "stale")
             self._settle()
             self._wake()
@@ -266,8 +267,8 @@ class ExperienceQueue:
             return False
         self.ledger.move(entry.size, entry.state, reason)
         self._remove(entry)
-        if reason == "aborted":
-            self._aborted[group_id] = self._aborted.get(group_id, 0) + 1
+        if reason in ("failed", "stale"):
+            self._drawn_in_vain(group_id)
         self._last_moved_at = self._clock.now()
         self._settle()
         self._wake()
@@ -329,6 +330,8 @@ class ExperienceQueue:
                     self.ledger.move(entry.size, "queued", "stale")
                     self._remove(entry)
                     retired.append(entry.attempt)
+        for attempt in retired:
+            self._drawn_in_vain(attempt.group_id)
         self._settle()
         self._wake()
         return retired
@@ -337,30 +340,40 @@ class ExperienceQueue:
         """The learner was restored from a checkpoint and goes on as ``learner_version``, above every version so far.
 
         Its batch in training is failed and every outstanding attempt aborted, so the cursor of the checkpoint issues
-        their prompts again. Ledger and attempt numbers go on: a late reply from before is a duplicate. What ``forget``
-        dropped may be admitted again, since a checkpoint may be older than it; nobody works on those any more.
+        their prompts again. Ledger and attempt numbers go on: a late reply from before is a duplicate.
 
         Raises:
             ValueError: ``learner_version`` is not above the version now.
         """
         if learner_version <= self._version:
             raise ValueError(f"a restored learner goes on above version {self._version}, got {learner_version}")
+        draws = dict(self._draws)
         self.advance(self._version)
         for entry in list(self._entries.values()):
             self.retire(entry.attempt.group_id, entry.attempt.attempt, "aborted")
         self._places.clear()
-        self._is_over = lambda group_id: False
         self.advance(learner_version)
+        self._draws = draws
 
-    def abort_dispatched(self) -> None:
-        """Nobody works on the dispatched attempts any more, as after a resume: each is retired as aborted.
+    def resume(self, learner_version: int) -> set[str]:
+        """Go on from ``load_state_dict`` as ``learner_version``, at least the saved one.
 
-        The next attempt of each group takes its place in the order of admission, so batches form as if nothing had
-        happened.
+        Nobody works on the dispatched attempts any more: they are aborted. Groups too old for ``learner_version`` leave
+        as stale. The next attempt of each takes its place in the order of admission, so that batches form as they would
+        have.
+
+        Returns:
+            The group ids that are still queued.
         """
-        for entry in list(self._dispatched.values()):
-            self._places[entry.attempt.group_id] = entry.order
-            self.retire(entry.attempt.group_id, entry.attempt.attempt, "aborted")
+        draws = dict(self._draws)
+        places = {group_id: entry.order for group_id, entry in self._entries.items()}
+        gone = self.dispatched()
+        for attempt in gone:
+            self.retire(attempt.group_id, attempt.attempt, "aborted")
+        gone += self.advance(learner_version)
+        self._places |= {attempt.group_id: places[attempt.group_id] for attempt in gone}
+        self._draws = draws
+        return set(self._entries)
 
     def forget(self, is_over: Callable[[str], bool]) -> int:
         """Drop the attempt numbers of ended groups for which ``is_over(group_id)`` holds; returns how many.
@@ -374,7 +387,7 @@ class ExperienceQueue:
         over = [group_id for group_id in self._last_attempt if group_id not in held and is_over(group_id)]
         for group_id in over:
             del self._last_attempt[group_id]
-            self._aborted.pop(group_id, None)
+            self._draws.pop(group_id, None)
         self._is_over = is_over
         return len(over)
 
@@ -396,7 +409,7 @@ class ExperienceQueue:
             "learner_version": self._version,
             "admissions": self._admissions,
             "last_attempt": dict(self._last_attempt),
-            "aborted": dict(self._aborted),
+            "draws": dict(self._draws),
             "places": dict(self._places),
             "ledger": ledger.state_dict(),
             "entries": [
@@ -428,7 +441,7 @@ class ExperienceQueue:
         self._version = state["learner_version"]
         self._admissions = state["admissions"]
         self._last_attempt = dict(state["last_attempt"])
-        self._aborted = dict(state["aborted"])
+        self._draws = dict(state["draws"])
         self._places = dict(state["places"])
         self._is_over = lambda group_id: False
         self._in_training = None
@@ -438,7 +451,7 @@ class ExperienceQueue:
         self._schedule.clear()
         now = self._clock.now()
         for saved in state["entries"]:
-            attempt = self._attempt(saved["group_id"], saved["attempt"], saved["start_version"])
+            attempt = Attempt(saved["group_id"], saved["attempt"], saved["start_version"])
             group = None if saved["group"] is None else group_from_json(saved["group"])
             oldest = attempt.start_version if group is None else group.min_version
             entry = _Entry(attempt, saved["order"], now - saved["age_s"], oldest + self.max_staleness, group)
@@ -498,8 +511,8 @@ class ExperienceQueue:
         self._settle()
         return [entry.group for entry in batch if entry.group is not None]
 
-    def _attempt(self, group_id: str, number: int, start_version: int) -> Attempt:
-        return Attempt(group_id, number, start_version, number - self._aborted.get(group_id, 0))
+    def _drawn_in_vain(self, group_id: str) -> None:
+        self._draws[group_id] = self._draws.get(group_id, 0) + 1
 
     def _insert(self, entry: _Entry) -> None:
         self._schedule.add(entry.due, ready=entry.group is not None)

@@ -40,10 +40,7 @@ def restore(
         ValueError: seed, prompts, batch size or staleness bound are not those of the saved run.
     """
     queue.load_state_dict(state["queue"])
-    queue.abort_dispatched()
-    queued = {entry["group_id"] for entry in state["queue"]["entries"] if entry["group"] is not None}
-    if version is not None and version > queue.learner_version:
-        queued -= {attempt.group_id for attempt in queue.advance(version)}
+    queued = queue.resume(queue.learner_version if version is None else version)
     cursor.load_state_dict(state["cursor"], outstanding=sorted(queued))
     return int(state["step"])
 

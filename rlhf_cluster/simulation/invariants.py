@@ -79,6 +79,8 @@ class Invariants:
         self._trained: set[tuple[str, int]] = set()
         self._counts = {state: Count() for state in (*STATES, DUPLICATE)}
         self._admitted = 0
+        self._orders = 0
+        self._places: dict[str, int] = {}
         self._version = 0
         self._published = -1
         self.events = 0
@@ -118,6 +120,7 @@ class Invariants:
         wrap("retire", self._retire)
         wrap("advance", self._advance)
         wrap("fail_over", self._failed_over)
+        wrap("resume", self._resumed)
         setattr(queue, "next_batch", watched_next_batch)  # noqa: B010 -- mypy refuses to assign to a method
 
     def restored(self, state: dict[str, Any]) -> None:
@@ -127,8 +130,10 @@ class Invariants:
         self._training = None
         self._trained.clear()
         self._last_attempt = dict(state["last_attempt"])
-        self._admitted = state["admissions"]
+        self._admitted = state["ledger"]["admitted"]
+        self._orders = state["admissions"]
         self._counts = {name: Count(**state["ledger"]["counts"][name]) for name in (*STATES, DUPLICATE)}
+        self._places = dict(state["places"])
         self._held = {}
         for entry in state["entries"]:
             attempt = Attempt(entry["group_id"], entry["attempt"], entry["start_version"])
@@ -138,6 +143,7 @@ class Invariants:
                 size = Count(1, len(members), sum(len(member["token_ids"]) for member in members))
                 oldest = min(span[0] for member in members for span in member["version_spans"])
             self._held[attempt.group_id] = _Held(attempt, entry["order"], oldest + self._staleness, size)
+        self._saved = dict(self._held)
 
     def _admit(self, attempt: Attempt, prompt: Any, start_version: int, **_: Any) -> None:
         group, expected = attempt.group_id, self._last_attempt.get(attempt.group_id, -1) + 1
@@ -147,7 +153,9 @@ class Invariants:
         self._require("attempts", group not in self._held and group not in in_training, f"{group} is still out")
         self._require("versions", 0 <= start_version <= self._version, f"{attempt} at version {self._version}")
         self._last_attempt[group] = attempt.attempt
-        self._held[group] = _Held(attempt, self._admitted, start_version + self._staleness)
+        order = self._places.pop(group, self._orders)
+        self._held[group] = _Held(attempt, order, start_version + self._staleness)
+        self._orders += order == self._orders
         self._admitted += 1
         self._counts["dispatched"] += Count(groups=1)
 
@@ -232,6 +240,14 @@ class Invariants:
         """Every step of it was checked on its way."""
         self._require("end", not self._held, f"{len(self._held)} groups outlive the learner")
         self._require("versions", self._version == learner_version, f"restored as {self._version}")
+
+        self._places.clear()
+
+    def _resumed(self, queued: set[str], learner_version: int) -> None:
+        """What was not finished at the save keeps its place in the order of admission."""
+        finished = {group for group, held in self._saved.items() if held.ready}
+        self._require("end", queued == self._held.keys() == finished, f"{queued} are queued, the set has {finished}")
+        self._places |= {group: held.order for group, held in self._saved.items() if not held.ready}
 
     # -- the world ---------------------------------------------------------------------------------------------------
 
