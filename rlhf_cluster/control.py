@@ -54,11 +54,20 @@ class ControlServer:
 
     async def serve(self) -> None:
         """Answer requests until cancelled. A request that cannot be obeyed is answered with the reason."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder.chmod(0o700)
+        ready = warned = False
         while True:
-            for path in self._waiting():
-                await self._answer(path)
+            try:
+                if not ready:
+                    self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    self._folder.chmod(0o700)
+                for path in self._waiting():
+                    await self._answer(path)
+                ready, warned = True, False
+            except OSError as error:
+                # Nobody can ask anything meanwhile, which is no reason to stop training.
+                if not warned:
+                    log.warning("control requests cannot be served, until this is over: %s", error)
+                ready, warned = False, True
             await self._clock.sleep(self._poll_s)
 
     def _waiting(self) -> list[Path]:
@@ -77,7 +86,7 @@ class ControlServer:
             request = _read_own(path)
         except FileNotFoundError:
             return
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             log.warning("control request %s was ignored: %s", path.name, error)
             path.unlink(missing_ok=True)
             return

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import stat
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -173,3 +176,41 @@ def test_folder_and_files_are_for_the_owner_alone(tmp_path: Path) -> None:
     asyncio.run(driver.while_serving(lambda: time.sleep(0.02)))
     look()
     assert modes == [0o700, 0o600]
+
+
+def test_trouble_with_the_folder_stops_no_run_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tmp_path)
+    folder, broken = tmp_path / "control", threading.Event()
+    iterdir = Path.iterdir
+
+    def listed(path: Path) -> Any:
+        if path == folder and broken.is_set():
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+
+    def breaks_and_heals() -> None:
+        (folder / f"request-{'0' * 16}.json").write_text("[" * 60_000)
+        time.sleep(0.1)
+        broken.set()
+        time.sleep(0.1)
+        broken.clear()
+        shutil.rmtree(folder)
+        time.sleep(0.1)
+
+    async def asked_afterwards() -> list[Any]:
+        serving = asyncio.create_task(driver.server.serve())
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(breaks_and_heals)
+        try:
+            return await asyncio.gather(asyncio.to_thread(request_scale(tmp_path, {"workers": 3})))
+        finally:
+            serving.cancel()
+
+    assert asyncio.run(asked_afterwards()) == ["1 -> 3 rollout workers"]
+    assert caplog.text.count("control requests cannot be served, until this is over") in (1, 2)
+    assert "Stale file handle" in caplog.text
+    assert f"request-{'0' * 16}.json was ignored" in caplog.text
