@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ class Controller:
         self._to_score: asyncio.Queue[_Generated] = asyncio.Queue()
         self._working: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._overlapped: dict[tuple[str, int], bool] = {}
+        self._unscored: set[str] = set()  # group ids that scorers failed on once
         self._updates_started = 0
         self._update_active = False
         self._failure: asyncio.Future[None] | None = None
@@ -290,8 +292,15 @@ class Controller:
         try:
             members = await self._scorer.score(generated.dispatch.issue.prompt, generated.rollouts)
         except (WorkerFailed, TimeoutError) as error:
-            self._issue_again(attempt, f"scorer: {error}")
-            return
+            if attempt.group_id not in self._unscored:
+                # Another answer may be scorable, and another scorer in time.
+                self._unscored.add(attempt.group_id)
+                self._issue_again(attempt, f"scorer: {error}")
+                return
+            log.warning("group %s is left out, it could not be scored again: %s", attempt.group_id, error)
+            reason = "scorer_timeout" if isinstance(error, TimeoutError) else "scorer_error"
+            members = [_without_a_score(rollout, reason) for rollout in generated.rollouts]
+        self._unscored.discard(attempt.group_id)
         group = ScoredGroup(attempt.group_id, tuple(members))
         self._recorder.group_scored(group, self._clock.now() - started)
         if self._count_unscorable(group):
@@ -487,6 +496,10 @@ class Controller:
             return
         for attempt in self._queue.dispatched():
             self._queue.retire(attempt.group_id, attempt.attempt, "surplus")
+
+
+def _without_a_score(rollout: Rollout, reason: str) -> ScoredRollout:
+    return ScoredRollout(rollout, math.nan, {}, np.zeros(rollout.n_tokens, np.float32), reason)
 
 
 def _unusable(member: ScoredRollout) -> str | None:

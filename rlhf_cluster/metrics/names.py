@@ -31,6 +31,8 @@ SUPERVISION_EVENTS: Final = ("down", "heartbeat_missed", "fenced", "exhausted")
 UNSCORABLE_REASONS: Final = (
     *("too_long", "unrenderable", "function_error", "not_finite"),  # what the reward scorer says
     "scorer_died",  # what the scorer pool says when repeats are used up
+    "scorer_error",  # scorers raised over the prompt twice
+    "scorer_timeout",  # scorers missed their deadline over the prompt twice
     *("score", "ref_logprobs", "behaviour_logprobs", "other"),  # what the controller finds
 )
 EXCLUSION_KINDS: Final = ("score", "ref_logprobs", "behaviour_logprobs", "proximal_logprobs", "values", "group")

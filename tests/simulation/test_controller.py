@@ -175,6 +175,41 @@ def test_the_reason_that_a_scorer_gives_is_the_one_that_is_counted() -> None:
     assert counters['rlhf_unscorable_total{reason="score"}'] == 0
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (WorkerFailed("reward scorer 0: RuntimeError"), "scorer_error"),
+        (TimeoutError("reward scorer 0"), "scorer_timeout"),
+    ],
+)
+def test_f12_a_prompt_that_scorers_fail_on_twice_is_left_out_and_counted(error: Exception, reason: str) -> None:
+    calls: list[int] = []
+
+    class Failing(FakeScorer):
+        async def score(self, prompt: Any, rollouts: Any) -> Any:
+            if prompt.prompt_id != "p3":
+                return await super().score(prompt, rollouts)
+            calls.append(rollouts[0].attempt)
+            raise error
+
+    run = Run(settings=replace(SETTINGS, steps=4, max_unscorable_fraction=0.5), scorer=Failing())()
+    assert run.learner.version == 4
+    assert calls == [0, 1]
+    assert "0:p3" not in run.trained()
+    counters = run.recorder.state_dict()["counters"]
+    assert counters[f'rlhf_unscorable_total{{reason="{reason}"}}'] == 2
+    assert run.queue.ledger.counts["filtered"].groups == 1
+
+
+def test_f12_scorers_that_fail_on_too_many_prompts_end_the_run_with_the_reason() -> None:
+    class Failing(FakeScorer):
+        async def score(self, prompt: Any, rollouts: Any) -> Any:
+            raise TimeoutError("reward scorer 0 did not finish score within 300 s")
+
+    with pytest.raises(RunFailed, match=r"8 of the last 8 rollouts could not be scored.*last reason is scorer_timeout"):
+        Run(scorer=Failing())()
+
+
 def test_a_publication_that_no_worker_takes_ends_the_run_with_its_cause_and_not_with_a_deadline() -> None:
     class Refusing(FakeWorkers):
         async def publish(self, snapshot: Any) -> Any:
