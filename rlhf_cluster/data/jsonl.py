@@ -66,6 +66,12 @@ def _parse(number: int, line: bytes) -> Mapping[str, Any] | BadRow:
         return BadRow(number, "not UTF-8")
     except json.JSONDecodeError as error:
         return BadRow(number, f"not valid JSON ({error.msg}, column {error.colno})")
+    except (ValueError, RecursionError) as error:
+        return BadRow(number, f"JSON that cannot be read ({type(error).__name__}: {error})")
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return BadRow(number, "half of a surrogate pair (\\ud800 to \\udfff), which is no character")
     return row if isinstance(row, dict) else BadRow(number, f"a JSON {type(row).__name__}, not an object")
 
 

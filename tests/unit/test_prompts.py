@@ -109,6 +109,22 @@ def test_bad_rows_are_named_by_line_number(load):
     assert "row 5: a blank line" in message
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"prompt": "w0", "id": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "w0 \\udfff"}', "half of a surrogate pair"),
+        ('{"prompt": "w0", "n": ' + "9" * 5000 + "}", "cannot be read (ValueError"),
+        ('{"prompt": ' + "[" * 100_000, "cannot be read (RecursionError"),
+    ],
+)
+def test_json_that_python_cannot_hold_is_a_bad_row(load, row, reason):
+    with pytest.raises(DataError) as caught:
+        load(row, {"prompt": "w0"})
+    assert [bad.line for bad in caught.value.rows] == [1]
+    assert reason in str(caught.value)
+
+
 def test_only_the_first_five_bad_rows_are_shown(load):
     with pytest.raises(DataError, match=r"row 5: a JSON list, not an object; and 2 more\."):
         load(*["[]"] * 7)
