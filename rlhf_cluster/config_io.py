@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,16 @@ from rlhf_cluster.config_keys import all_keys, say_unknown
 from rlhf_cluster.config_yaml import ConfigError, parse_yaml, read_sections, read_text
 from rlhf_cluster.presets import Preset, Reference, leaves, load_preset
 
-__all__ = ["Composition", "ConfigError", "Layer", "all_keys", "compose_config", "dump_config", "load_config"]
+__all__ = [
+    "Composition",
+    "ConfigError",
+    "Layer",
+    "all_keys",
+    "changed_settings",
+    "compose_config",
+    "dump_config",
+    "load_config",
+]
 
 KeyPath = tuple[Any, ...]
 
@@ -75,6 +84,28 @@ def compose_config(path: Path, overrides: Sequence[str] = (), presets: Sequence[
 def dump_config(config: Config) -> str:
     """The resolved config as YAML; ``load_config`` reads it back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+def changed_settings(written: Path, config: Config) -> list[str]:
+    """How ``config`` differs from one that ``dump_config`` wrote, as ``key: old -> new``; of a file that is no config,
+    that alone."""
+    try:
+        old = dict(_flat(yaml.safe_load(written.read_text(encoding="utf-8"))))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return [f"{written} cannot be read: {error}"]
+    new = dict(_flat(config.model_dump(mode="json")))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return [f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}" for key in keys]
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ def train(config: Config, *, resume: str) -> None:
         )
         run = TrainingRun(config, inputs, folder, view)
         run.read_checkpoint()
+        for change in folder.begin(config):
+            view.message(f"set otherwise than before the resume: {change}")
         view.phase("starting Ray")
         with ray_session(config):
             run_async(

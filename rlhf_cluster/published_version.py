@@ -12,16 +12,20 @@ class PublishedVersion:
 
     Args:
         path: made at the first ``note``.
+        fresh: what the file says is that of an earlier run.
 
     Raises:
-        ValueError: the file holds no number.
+        ValueError: the file cannot be read, or holds no number.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
         self._path = path
         self.highest = 0
-        if path.is_file():
-            text = path.read_text(encoding="utf-8").strip()
+        if path.exists() and not fresh:
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace").strip()
+            except OSError as error:
+                raise ValueError(f"{path}, the highest version published so far, cannot be read: {error}") from None
             if not text.isdecimal():
                 raise ValueError(f"{path} should hold the highest version published so far, but holds {text!r}")
             self.highest = int(text)

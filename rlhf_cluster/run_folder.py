@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from rlhf_cluster.checkpoint_set import Survey, clear_leftovers, set_aside, survey
 from rlhf_cluster.config import Config
-from rlhf_cluster.config_io import dump_config
+from rlhf_cluster.config_io import changed_settings, dump_config
 from rlhf_cluster.diagnosis.preflight import PreflightError, check_run_folder
 
 log = logging.getLogger(__name__)
@@ -31,35 +31,63 @@ class RunFolder:
 
     path: Path
     checkpoint: Path | None
+    damaged: tuple[Path, ...] = ()
+    """Newer sets that cannot be used."""
     _lock: IO[str] | None = field(default=None, repr=False)
 
     @staticmethod
     def open(config: Config, *, resume: str) -> RunFolder:
-        """Create or reopen ``run.dir/run.name`` and write the resolved config into it.
-
-        A fresh run moves an older run's metrics aside instead of mixing the two. What a killed save left is deleted,
-        and damaged sets newer than the one to resume from are set aside, each with a warning. A refusal changes
-        nothing.
+        """Find out what ``run.dir/run.name`` holds, and lock it. ``begin`` makes it this run's.
 
         Raises:
-            PreflightError: ``--resume`` and what the folder holds do not go together, no set of it can be used, or
-                another process runs in it.
+            PreflightError: ``--resume`` and what the folder holds do not go together, no set of it can be used,
+                another process runs in it, or it is no folder that can be used.
         """
         path = Path(config.run.dir) / config.run.name
-        checkpoints = path / "checkpoints"
-        found = survey(checkpoints)
-        _check_usable(checkpoints, found)
-        check_run_folder(path, resume=resume, has_checkpoint=found.newest is not None)
-        path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
-        clear_leftovers(checkpoints)
-        for folder in found.damaged:
-            log.warning("%s becomes %s", folder, set_aside(folder).name)
-        if found.newest is None:
-            for name in ("metrics.jsonl", "samples.jsonl", PUBLISHED_VERSION):
-                _move_aside(path / name)
-        (path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        return RunFolder(path, found.newest, lock)
+        if not path.exists():
+            check_run_folder(path, resume=resume, has_checkpoint=False)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Before the sets are looked at: another process may be about to save one.
+            lock = _lock(path)
+            try:
+                found = _look(path / "checkpoints")
+                check_run_folder(path, resume=resume, has_checkpoint=found.newest is not None)
+            except BaseException:
+                if lock is not None:
+                    lock.close()
+                raise
+        except OSError as error:
+            raise PreflightError(
+                f"run folder {path} cannot be used: {error}; choose another run.dir or run.name"
+            ) from None
+        return RunFolder(path, found.newest, tuple(found.damaged), lock)
+
+    def begin(self, config: Config) -> list[str]:
+        """Write the resolved config; from here on the folder is that of this run.
+
+        A fresh run moves an older run's metrics aside instead of mixing the two. What a killed save left is deleted,
+        and damaged sets newer than the one to resume from are set aside, each with a warning.
+
+        Returns:
+            What a resumed run has set otherwise than before, as ``key: old -> new``.
+
+        Raises:
+            PreflightError: the folder cannot be written.
+        """
+        try:
+            clear_leftovers(self.checkpoints)
+            for folder in self.damaged:
+                log.warning("%s becomes %s", folder, set_aside(folder).name)
+            written = self.path / "config.yaml"
+            changes = [] if self.checkpoint is None else changed_settings(written, config)
+            if self.checkpoint is None:
+                for name in ("metrics.jsonl", "samples.jsonl", PUBLISHED_VERSION):
+                    _move_aside(self.path / name)
+            written.write_text(dump_config(config), encoding="utf-8")
+        except OSError as error:
+            raise PreflightError(f"run folder {self.path} cannot be used: {error}") from None
+        return changes
 
     @property
     def checkpoints(self) -> Path:
@@ -81,14 +109,18 @@ class RunFolder:
         return path
 
 
-def _check_usable(checkpoints: Path, found: Survey) -> None:
+def _look(checkpoints: Path) -> Survey:
     """Starting afresh beside sets that are all damaged would hide a loss that a backup may still repair."""
+    if (checkpoints.exists() or checkpoints.is_symlink()) and not checkpoints.is_dir():
+        raise PreflightError(f"{checkpoints} is no folder; is the disk that should hold it mounted?")
+    found = survey(checkpoints)
     if found.damaged and found.newest is None:
         reasons = "\n".join(f"  {folder.name}: {reason}" for folder, reason in found.damaged.items())
         raise PreflightError(
             f"{checkpoints} holds {len(found.damaged)} checkpoints and none of them can be used:\n{reasons}\n"
             "restore one of them, or choose another run.name to start fresh"
         )
+    return found
 
 
 def _lock(path: Path) -> IO[str] | None:

@@ -157,6 +157,7 @@ def train(order: Order) -> None:
     folder = RunFolder.open(config, resume="auto")
     run = TrainingRun(config, Inputs(prompts, [], None), folder, view)
     run.read_checkpoint()
+    folder.begin(config)
 
     def start(on_event: Callable[[Event], None]) -> Fleet:
         def tell(event: Event) -> None:

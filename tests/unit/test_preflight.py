@@ -72,9 +72,10 @@ def test_resume_and_the_run_folder_must_go_together(tmp_path: Path) -> None:
 def test_a_fresh_run_moves_older_metrics_aside_and_writes_the_resolved_config(tmp_path: Path) -> None:
     config = config_for(tmp_path)
     folder = RunFolder.open(config, resume="auto")
+    folder.begin(config)
     assert load_config(folder.path / "config.yaml") == config
     folder.metrics.write_text("old\n")
-    RunFolder.open(config, resume="auto")
+    RunFolder.open(config, resume="auto").begin(config)
     assert not folder.metrics.exists()
     assert folder.metrics.with_name("metrics.jsonl.1").read_text() == "old\n"
 

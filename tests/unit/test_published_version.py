@@ -47,3 +47,17 @@ def test_a_file_without_a_number_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "published_version").write_text("seven")
     with pytest.raises(ValueError, match="published_version should hold the highest version"):
         PublishedVersion(tmp_path / "published_version")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", None], ids=["empty", "binary", "folder"])
+def test_a_file_that_cannot_be_read_is_refused_by_name_and_nothing_to_a_fresh_run(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "published_version"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="published_version"):
+        PublishedVersion(path)
+    assert PublishedVersion(path, fresh=True).highest == 0

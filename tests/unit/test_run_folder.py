@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_cluster import checkpoint_set, run_folder
+from rlhf_cluster.checkpoint_files import Files
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.diagnosis.preflight import PreflightError
@@ -39,6 +43,8 @@ def test_a_run_goes_on_from_the_newest_undamaged_set_and_clears_what_is_in_its_w
     damage(bad)
     (checkpoints / ".partial_00000015_ab").mkdir()
     folder = RunFolder.open(config_for(tmp_path), resume=resume)
+    assert names(checkpoints) == [".partial_00000015_ab", good.name, bad.name], "looking changes nothing"
+    folder.begin(config_for(tmp_path))
     assert folder.checkpoint == good
     assert names(checkpoints) == ["step_00000005", "step_00000010.damaged"]
     assert "checkpoint step_00000010 is skipped: " in caplog.text
@@ -57,13 +63,15 @@ def test_a_run_whose_sets_are_all_damaged_starts_nothing(tmp_path: Path, resume:
     assert "step_00000005: " in message and "step_00000010: " in message
     assert "choose another run.name" in message
     assert names(checkpoints) == ["step_00000005", "step_00000010"], "a refusal changes nothing"
-    assert names(tmp_path / "a_run") == ["checkpoints"]
+    assert names(tmp_path / "a_run") == ["checkpoints", "run.lock"]
 
 
 def test_a_run_killed_in_its_first_save_starts_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = tmp_path / "a_run/checkpoints"
     (checkpoints / ".partial_00000001_ab/learner").mkdir(parents=True)
-    assert RunFolder.open(config_for(tmp_path), resume="auto").checkpoint is None
+    folder = RunFolder.open(config_for(tmp_path), resume="auto")
+    folder.begin(config_for(tmp_path))
+    assert folder.checkpoint is None
     assert names(checkpoints) == []
     assert ".partial_00000001_ab" in caplog.text
 
@@ -81,11 +89,11 @@ def test_a_fresh_run_moves_older_metrics_aside_and_a_resumed_one_goes_on_in_them
     run = tmp_path / "a_run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("old\n")
-    RunFolder.open(config_for(tmp_path), resume="auto")
+    RunFolder.open(config_for(tmp_path), resume="auto").begin(config_for(tmp_path))
     assert (run / "metrics.jsonl.1").read_text() == "old\n"
     (run / "metrics.jsonl").write_text("new\n")
     save_set(run / "checkpoints", 1)
-    RunFolder.open(config_for(tmp_path), resume="auto")
+    RunFolder.open(config_for(tmp_path), resume="auto").begin(config_for(tmp_path))
     assert (run / "metrics.jsonl").read_text() == "new\n"
 
 
@@ -115,5 +123,70 @@ def test_a_folder_that_another_process_runs_in_is_refused_until_that_process_is_
     assert saving.is_dir(), "the save of the living process is not taken for a leftover"
     other.kill()
     other.communicate(timeout=20)
-    RunFolder.open(config_for(tmp_path), resume="auto")
+    RunFolder.open(config_for(tmp_path), resume="auto").begin(config_for(tmp_path))
     assert not saving.exists()
+
+
+def test_a_set_that_the_other_process_saves_last_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between a look at the sets and the lock another run could end: the lock comes first.
+    checkpoints = tmp_path / "a_run/checkpoints"
+    save_set(checkpoints, 1)
+    lock = run_folder._lock
+
+    def lock_after_a_last_save(path: Path) -> Any:
+        save_set(checkpoints, 2)
+        return lock(path)
+
+    monkeypatch.setattr(run_folder, "_lock", lock_after_a_last_save)
+    assert RunFolder.open(config_for(tmp_path), resume="auto").checkpoint == checkpoints / "step_00000002"
+
+
+def test_what_cannot_be_deleted_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = tmp_path / "a_run/checkpoints"
+    save_set(checkpoints, 1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (checkpoints / ".deleting_00000001_ab").symlink_to(elsewhere)
+    (checkpoints / ".partial_00000002_ab").touch()
+    (checkpoints / ".partial_00000003_ab").mkdir()
+    stubborn = checkpoints / ".partial_00000003_ab"
+
+    class Stubborn(Files):
+        def remove(self, folder: Path) -> None:
+            if folder == stubborn:
+                raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+            super().remove(folder)
+
+    checkpoint_set.clear_leftovers(checkpoints, Stubborn())
+    assert names(checkpoints) == [stubborn.name, "step_00000001"]
+    assert f"{stubborn} could not be deleted" in caplog.text
+    assert elsewhere.is_dir(), "of a link the link alone goes"
+
+
+@pytest.mark.parametrize("obstacle", ["run folder", "checkpoints", "dangling checkpoints", "config"])
+def test_a_run_folder_that_cannot_be_one_is_refused_by_name(tmp_path: Path, obstacle: str) -> None:
+    run = tmp_path / "a_run"
+    match obstacle:
+        case "run folder":
+            run.touch()
+        case "checkpoints":
+            run.mkdir()
+            (run / "checkpoints").touch()
+        case "dangling checkpoints":
+            run.mkdir()
+            (run / "checkpoints").symlink_to(tmp_path / "not mounted")
+        case "config":
+            (run / "config.yaml").mkdir(parents=True)
+    with pytest.raises(PreflightError, match=str(run)):
+        RunFolder.open(config_for(tmp_path), resume="auto").begin(config_for(tmp_path))
+
+
+def test_a_resumed_run_says_what_is_set_otherwise_and_a_fresh_one_says_nothing(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    assert RunFolder.open(config, resume="auto").begin(config) == []
+    save_set(tmp_path / "a_run/checkpoints", 1)
+    assert RunFolder.open(config, resume="auto").begin(config) == []
+    rollout = config.rollout.model_copy(update={"temperature": 0.5})
+    warmer = config.model_copy(update={"rollout": rollout})
+    assert RunFolder.open(warmer, resume="auto").begin(warmer) == ["rollout.temperature: 1.0 -> 0.5"]
+    assert load_config(tmp_path / "a_run/config.yaml") == warmer
