@@ -46,9 +46,12 @@ class Files:
         os.rename(source, target)
 
     def remove(self, folder: Path) -> None:
-        """Delete a folder and what is in it."""
+        """Delete a folder and what is in it; of a link, the link alone."""
         with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            if folder.is_symlink() or folder.is_file():
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)
 
     def free_bytes(self, folder: Path) -> int:
         """Bytes that this user may still write on the file system of ``folder``."""

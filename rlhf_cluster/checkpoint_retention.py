@@ -55,22 +55,41 @@ def best_checkpoint(root: Path, best_by: BestBy) -> Path | None:
     return _best(_complete(root), best_by)
 
 
-def prune(root: Path, retention: Retention, files: Files | None = None) -> list[Path]:
-    """Delete what ``retention`` lets go; returns the sets deleted. Call it when the newest set is durable.
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The sets that stay and those that go, oldest first."""
 
-    Folders without a readable manifest are no sets: they neither count nor go.
+    stay: list[Path]
+    go: list[Path]
+
+
+def sort_out(root: Path, retention: Retention, *, newest: int | None = None) -> Sorted:
+    """What ``retention`` says of each set under ``root``.
+
+    Folders without a readable manifest are no sets: they neither count nor go. Nor does what lies above ``newest``,
+    the step of the set that was just made.
+    """
+    complete = {
+        folder: manifest for folder, manifest in _complete(root).items() if newest is None or manifest.step <= newest
+    }
+    last = list(complete)[-retention.keep_last :]
+    best = None if retention.best_by is None else _best(complete, retention.best_by)
+    found = Sorted([], [])
+    for folder in complete:
+        stays = folder in last or folder == best or (folder / PINNED).exists()
+        (found.stay if stays else found.go).append(folder)
+    return found
+
+
+def prune(root: Path, retention: Retention, files: Files | None = None, *, newest: int | None = None) -> list[Path]:
+    """Delete what ``retention`` lets go (``sort_out``); returns the sets deleted. Call it when the newest is durable.
 
     Raises:
         OSError: a set could not be deleted; those after it are still there.
     """
     files = files or Files()
-    complete = _complete(root)
-    newest = list(complete)[-retention.keep_last :]
-    best = None if retention.best_by is None else _best(complete, retention.best_by)
     deleted = []
-    for folder in complete:
-        if folder in newest or folder == best or (folder / PINNED).exists():
-            continue
+    for folder in sort_out(root, retention, newest=newest).go:
         # A kill during the deletion must not leave a manifest beside half of the files.
         going = deleting_folder(folder)
         files.rename(folder, going)

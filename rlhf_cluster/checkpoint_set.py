@@ -7,6 +7,7 @@
             manifest.json        written last: step, metric, and bytes and SHA-256 of every other file
             PINNED               optional, made by hand: retention never deletes this set
         step_00000005.damaged/   a set that failed its check, set aside by the run that resumed from an older one
+        step_00000005.superseded/  a set of steps that the run took back and trained again
         .partial_00000015_a1b2   a save in progress, or what a killed one left
         .deleting_00000005_c3d4  a set that retention is deleting, or was when it was killed
 
@@ -26,7 +27,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rlhf_cluster.checkpoint_files import Files
@@ -37,6 +38,8 @@ MANIFEST = "manifest.json"
 STATE = "run_state.json"
 LEARNER = "learner"
 PINNED = "PINNED"
+DAMAGED = "damaged"
+SUPERSEDED = "superseded"
 
 _FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
@@ -83,11 +86,15 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError: ``text`` is no manifest of this format."""
+        """Raises ValueError, KeyError, TypeError, AttributeError, OverflowError or RecursionError: ``text`` is no
+        manifest of this format."""
         content: dict[str, Any] = json.loads(text)
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']}, this version reads {_FORMAT}")
         metric = None if content["metric"] is None else Metric(**content["metric"])
+        for name in content["files"]:
+            if PurePosixPath(name).is_absolute() or ".." in name.split("/") or "\0" in name:
+                raise ValueError(f"{name!r} is no file of this set")
         files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
         return Manifest(int(content["step"]), metric, files)
 
@@ -140,7 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointDamaged(f"{folder} has no manifest (it was not finished)") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointDamaged(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     if manifest.step != step_of(folder):
         raise CheckpointDamaged(f"{path} is that of step {manifest.step}; the folder was renamed or mixed with another")
@@ -154,6 +161,8 @@ def verify(folder: Path) -> Manifest:
         CheckpointDamaged: naming the first file that is missing, unreadable or different.
     """
     manifest = read_manifest(folder)
+    if STATE not in manifest.files or not any(name.startswith(f"{LEARNER}/") for name in manifest.files):
+        raise CheckpointDamaged(f"{folder / MANIFEST} does not list {STATE} and the files of the learner")
     for name, entry in manifest.files.items():
         size = _size(folder / name)
         if size != entry.bytes:
@@ -188,24 +197,30 @@ def newest_checkpoint(root: Path) -> Path | None:
     return survey(root).newest
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged set to the first free ``step_*.damaged``, where it stands in nobody's way; returns that."""
-    target = folder.with_name(f"{folder.name}.damaged")
+def set_aside(folder: Path, why: str = DAMAGED) -> Path:
+    """Rename a set to the first free ``step_*.WHY``, where it stands in nobody's way; returns that."""
+    target = folder.with_name(f"{folder.name}.{why}")
     number = 1
     while target.exists():
         number += 1
-        target = folder.with_name(f"{folder.name}.damaged{number}")
+        target = folder.with_name(f"{folder.name}.{why}{number}")
     folder.rename(target)
     return target
 
 
 def clear_leftovers(root: Path, files: Files | None = None) -> list[Path]:
-    """Delete what killed saves and killed deletions left; returns what was found. Not while a save is running."""
+    """Delete what killed saves and killed deletions left; returns what was found. Not while a save is running.
+
+    What cannot be deleted stays, with a warning: learner ranks that outlive a killed driver may still be writing there.
+    """
     files = files or Files()
     found = sorted(path for mark in (_PARTIAL, _DELETING) for path in root.glob(f"{mark}*"))
     for path in found:
         log.warning("deleting %s: a save or deletion that was killed left it", path)
-        files.remove(path)
+        try:
+            files.remove(path)
+        except OSError as error:
+            log.warning("%s could not be deleted: %s; the next start tries again", path, error)
     return found
 
 

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_cluster.checkpoint_files import Files, disk_error
-from rlhf_cluster.checkpoint_retention import Retention, prune
+from rlhf_cluster.checkpoint_retention import Retention, prune, sort_out
 from rlhf_cluster.checkpoint_set import (
     LEARNER,
     MANIFEST,
     STATE,
+    SUPERSEDED,
     CheckpointDamaged,
     FileEntry,
     Manifest,
@@ -43,7 +44,9 @@ from rlhf_cluster.checkpoint_set import (
     set_aside,
     sets,
     step_folder,
+    step_of,
 )
+from rlhf_cluster.disk_thread import in_disk_thread
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,8 @@ class _Abandoned(Exception):
 class SaveReport:
     """How one save ended: ``path`` of the new set, or the ``error`` that left the older ones the newest.
 
-    ``blocked_s``: seconds that training waited in ``save``; ``total_s``: from the call to the durable set.
+    ``blocked_s``: seconds that training waited in ``save``; ``total_s``: from the call to the durable set; ``stay``:
+    the steps of the sets that retention leaves then.
     """
 
     step: int
@@ -74,10 +78,14 @@ class SaveReport:
     bytes: int
     blocked_s: float
     total_s: float
+    stay: tuple[int, ...] = ()
 
 
 class CheckpointWriter:
     """Writes the sets under ``root``. Used from one event loop; one process writes a root at a time.
+
+    Steps only grow, unless ``go_back`` says otherwise. So a set above the step being saved is of a past that did not
+    happen (a save that was given up and came through later, say), and is set aside.
 
     Args:
         root: made when it is missing.
@@ -117,9 +125,15 @@ class CheckpointWriter:
         self._failed_step = 0
         self._left: Path | None = None
         self._newest: Path | None = None
+        self._durable_step = 0
         self.saved = 0
         self.failed = 0
         self.late = 0
+
+    def go_back(self, step: int) -> None:
+        """The run goes on from the set of ``step``, or from the start when that is 0; no later save is missed."""
+        self._durable_step = step
+        self._failure, self._failed_step = None, 0
 
     async def save(
         self,
@@ -132,7 +146,7 @@ class CheckpointWriter:
 
         ``state`` (JSON values, with its own "step") is copied before anything is waited for. ``write_tensors`` makes
         the folder it is given and fills it. ``metric`` is the value of the retention's metric; None or not finite:
-        this set is never the best. A step that is saved already is not saved again.
+        this set is never the best. The step that was saved last, or gone back to, is not saved again.
 
         Raises:
             ValueError: ``state`` is that of another step.
@@ -149,10 +163,10 @@ class CheckpointWriter:
             return
         partial = partial_folder(self._root, step)
         try:
-            if await self._on_disk(lambda: self._is_saved(final)):
+            if await self._on_disk(lambda: self._is_saved(final)) and step == self._durable_step:
                 self._newest = final
                 return
-            await self._on_disk(lambda: self._prepare(partial))
+            await self._on_disk(lambda: self._prepare(partial, step))
             await write_tensors(partial / LEARNER)
             if not any((partial / LEARNER).glob("*")):
                 raise CheckpointFailed(
@@ -185,7 +199,7 @@ class CheckpointWriter:
             CheckpointFailed: the last save failed, or is not done in time (it is abandoned and its files are leftovers
                 for the next start).
         """
-        if not await self._previous_is_over(timeout_s, ends=True):
+        if not await self._previous_is_over(timeout_s, ends=True) and self._durable_step != self._running_step:
             self._abandon.set()
             self._fail(self._running_step, f"the disk under {self._root} did not take it in time", self._clock)
         if self._failure is not None:
@@ -221,7 +235,8 @@ class CheckpointWriter:
         self._clock = clock
         abandon = self._abandon
         try:
-            manifest = await _in_thread(lambda: self._make_set(partial, text, begun, abandon))
+            manifest = await in_disk_thread(lambda: self._make_set(partial, text, begun, abandon))
+            sorted_out = await in_disk_thread(lambda: sort_out(self._root, self._retention, newest=begun.step))
         except asyncio.CancelledError:
             # The thread is still at work in the partial folder: deleting it now could leave half a set with a name.
             abandon.set()
@@ -238,10 +253,10 @@ class CheckpointWriter:
         if begun.step >= self._failed_step:
             self._failure = None
         self._newest = self._left = step_folder(self._root, begun.step)
-        self._report(
-            SaveReport(begun.step, self._newest, None, manifest.total_bytes, clock.blocked_s(), clock.total_s())
-        )
-        await _in_thread(self._prune)
+        self._durable_step = begun.step
+        size, stay = manifest.total_bytes, tuple(map(step_of, sorted_out.stay))
+        self._report(SaveReport(begun.step, self._newest, None, size, clock.blocked_s(), clock.total_s(), stay))
+        await in_disk_thread(lambda: self._prune(begun.step))
 
     def _tolerate(self, step: int, error: Exception, clock: _Stopwatch) -> bool:
         """Count and report a failed save; whether the run goes on, because the disk alone is to blame."""
@@ -275,7 +290,7 @@ class CheckpointWriter:
     async def _on_disk(self, work: Callable[[], T]) -> T:
         """``work`` in a thread, for ``wait_s`` at most: a hung disk must not stop the event loop of the run."""
         try:
-            return await asyncio.wait_for(_in_thread(work), self._wait_s)
+            return await asyncio.wait_for(in_disk_thread(work), self._wait_s)
         except TimeoutError:
             raise OSError(errno.EIO, f"the disk under {self._root} did not answer within {self._wait_s:g} s") from None
 
@@ -296,8 +311,11 @@ class CheckpointWriter:
             return False
         return True
 
-    def _prepare(self, partial: Path) -> None:
+    def _prepare(self, partial: Path, step: int) -> None:
         files = self._files
+        for folder in sets(self._root):
+            if step_of(folder) > step:
+                log.warning("%s is of a past that this run took back; it becomes %s", folder, _aside(folder))
         if not self._root.is_dir():
             files.make_folder(self._root)
             files.sync_folder(self._root.parent)
@@ -335,15 +353,17 @@ class CheckpointWriter:
         files.write(partial / MANIFEST, manifest.to_json())
         for folder in reversed(folders):
             files.sync_folder(folder)
+        if abandon.is_set():
+            raise _Abandoned
         if final.exists():
-            log.warning("%s is no complete set; it becomes %s", final.name, set_aside(final).name)
+            log.warning("%s is no set of this run's last life; it becomes %s", final, _aside(final))
         files.rename(partial, final)
         files.sync_folder(self._root)
         return manifest
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
         try:
-            for folder in prune(self._root, self._retention, self._files):
+            for folder in prune(self._root, self._retention, self._files, newest=step):
                 log.info("deleted %s (checkpoint.keep_last %d)", folder, self._retention.keep_last)
         except OSError as error:
             log.error("old checkpoints under %s could not be deleted: %s", self._root, error)
@@ -366,32 +386,8 @@ class _Stopwatch:
         return time.monotonic() - self._start
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
-    """``asyncio.to_thread`` in a thread that the end of the process does not wait for: a hung disk never answers."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result: T | None = None
-        caught: BaseException | None = None
-        try:
-            result = work()
-        except BaseException as error:
-            caught = error
-        # The loop is closed when nobody waits any more.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(deliver, result, caught)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return await future
+def _aside(folder: Path) -> str:
+    return set_aside(folder, SUPERSEDED).name
 
 
 def _readable(count: float) -> str:

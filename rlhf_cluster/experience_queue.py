@@ -441,8 +441,8 @@ class ExperienceQueue:
         self._version = state["learner_version"]
         self._admissions = state["admissions"]
         self._last_attempt = dict(state["last_attempt"])
-        self._draws = dict(state["draws"])
-        self._places = dict(state["places"])
+        self._draws = dict(state.get("draws", {}))
+        self._places = dict(state.get("places", {}))
         self._is_over = lambda group_id: False
         self._in_training = None
         self._last_moved_at = -math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 
 from rlhf_cluster.config import Config
 from rlhf_cluster.diagnosis.preflight import PreflightError
@@ -16,6 +17,8 @@ from rlhf_cluster.metrics.sinks import Sink
 from rlhf_cluster.metrics.tensorboard import TensorBoardSink
 from rlhf_cluster.protocols import Clock
 from rlhf_cluster.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 
 def open_recorder(
@@ -45,5 +48,13 @@ def open_recorder(
         sinks=sinks,
         mismatch_alarm=config.guardrails.mismatch_alarm,
     )
-    stack.callback(recorder.close)
+    stack.callback(_close, recorder)
     return recorder
+
+
+def _close(recorder: MetricsRecorder) -> None:
+    """What ended the run says more than a sink that cannot be closed."""
+    try:
+        recorder.close()
+    except Exception as error:
+        log.error("the metrics could not be closed: %s: %s", type(error).__name__, error)

@@ -10,18 +10,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf_cluster.checkpoint_set import LEARNER, STATE
+from rlhf_cluster.checkpoint_set import LEARNER, STATE, step_of
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.metrics.recorder import MetricsRecorder
 
-__all__ = ["LEARNER", "load_state", "restore", "snapshot"]
+__all__ = ["LEARNER", "frontier", "load_state", "restore", "snapshot"]
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The run state of a set. Raises OSError, or ValueError when it is not JSON."""
+    """The run state of a set. Raises OSError, or ValueError when it is not JSON or of another step."""
     state: dict[str, Any] = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    if state["step"] != step_of(folder):
+        raise ValueError(f"{folder / STATE} is that of step {state['step']}")
     return state
+
+
+def frontier(folder: Path) -> int:
+    """The cursor's frontier in a set; 0, below which nothing lies, when it cannot be read."""
+    try:
+        return int(load_state(folder)["cursor"]["frontier"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def restore(

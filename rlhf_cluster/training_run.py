@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rlhf_cluster import run_state
 from rlhf_cluster.beside import run_beside
-from rlhf_cluster.checkpoint_retention import BestBy, Retention
-from rlhf_cluster.checkpoint_set import survey
+from rlhf_cluster.checkpoint_retention import BestBy, Retention, sort_out
+from rlhf_cluster.checkpoint_set import Survey, set_aside, step_of, survey
 from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.config import CheckpointConfig, Config
@@ -21,12 +21,15 @@ from rlhf_cluster.control import ControlServer, scale_handler
 from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.diagnosis.preflight import PreflightError, check_learner_layout
+from rlhf_cluster.diagnosis.self_check import SelfCheckFailed
+from rlhf_cluster.disk_thread import in_disk_thread
 from rlhf_cluster.ending import Signals
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.fleet import Fleet
 from rlhf_cluster.inputs import Inputs
 from rlhf_cluster.metrics.console import ConsoleView
 from rlhf_cluster.metrics.samples import SampleWriter
+from rlhf_cluster.model_fingerprint import fingerprint
 from rlhf_cluster.protocols import LearnerLost
 from rlhf_cluster.published_version import PublishedVersion
 from rlhf_cluster.run_checks import RunChecks
@@ -60,11 +63,14 @@ class TrainingRun:
         self._fleet: Fleet | None = None
         self._saved_step = 0
         self._saved: dict[str, Any] | None = None
+        self._reference = fingerprint(Path(config.model.reference_path))
         self._learner_restarts = 0
-        # Cursor frontiers of the sets that a resume may go back to: below the oldest of them no prompt comes again.
-        self._frontier_of: dict[int, int] = {}
-        self._frontiers: deque[int] = deque(maxlen=config.checkpoint.keep_last)
-        self._published = PublishedVersion(folder.path / PUBLISHED_VERSION)
+        # The cursor's frontier of each set that a rebuilt learner may go back to: below them all no prompt comes again.
+        self._frontiers: dict[int, int] = {}
+        try:
+            self._published = PublishedVersion(folder.path / PUBLISHED_VERSION, fresh=folder.checkpoint is None)
+        except ValueError as error:
+            raise PreflightError(str(error)) from None
         self._writer = CheckpointWriter(
             folder.checkpoints,
             retention=_retention(config.checkpoint),
@@ -84,10 +90,21 @@ class TrainingRun:
         try:
             check_learner_layout(checkpoint / run_state.LEARNER, self._config)
             self._saved = run_state.load_state(checkpoint)
+            if self._saved.get("reference", self._reference) != self._reference:
+                raise PreflightError(
+                    f"model.reference: {self._config.model.reference_path} is not the model that the run of "
+                    f"{checkpoint} was held to, and a reference that moves lets the policy drift; give that one, or "
+                    "start a new run"
+                )
             version = self._published.above(int(self._saved["queue"]["learner_version"]))
             self._saved_step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue, version=version)
-        except ValueError as error:
-            raise PreflightError(f"cannot resume from {checkpoint}: {error}") from None
+            self._writer.go_back(self._saved_step)
+            stay = sort_out(checkpoint.parent, _retention(self._config.checkpoint), newest=self._saved_step).stay
+            self._forget({step_of(folder): run_state.frontier(folder) for folder in stay})
+        except PreflightError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PreflightError(f"cannot resume from {checkpoint}: {type(error).__name__}: {error}") from None
 
     async def run(self, signals: Signals, start_fleet: Callable[[Callable[[Event], None]], Fleet]) -> None:
         """Train to the last step or the first signal; whatever happens, every part is closed.
@@ -172,6 +189,7 @@ class TrainingRun:
         rebuilt."""
         lost: LearnerLost | None = None
         while True:
+            controller: Controller | None = None
             try:
                 signals.on_first = signals.cancel
                 step = await (self._prepare(fleet) if lost is None else self._rebuild_learner(fleet, lost))
@@ -185,17 +203,30 @@ class TrainingRun:
                 await self._save(fleet, controller.step)
                 await self._writer.finish()
                 return controller
-            except LearnerLost as error:
+            except (CheckpointFailed, SelfCheckFailed):
+                raise
+            except Exception as error:
                 if signals.received is not None:
-                    # Whoever stops a whole cluster stops the learner too: no failure, and nothing to rebuild.
-                    self._view.message(
-                        f"stopped by {signals.received.name}; the learner is lost too ({error}), so the newest "
-                        "checkpoint stays what it is"
-                    )
+                    # Whoever stops a whole cluster stops workers and learner too: no failure, and nothing to rebuild.
+                    await self._save_what_is_whole(fleet, controller, signals.received, error)
                     raise asyncio.CancelledError from error
+                if not isinstance(error, LearnerLost):
+                    raise
                 if self._learner_restarts >= self._config.guardrails.max_learner_restarts:
                     raise
                 lost = error
+
+    async def _save_what_is_whole(
+        self, fleet: Fleet, controller: Controller | None, signal: signal.Signals, error: Exception
+    ) -> None:
+        """A part failed after the signal that stops the run: save, when the learner lives and is between two steps."""
+        self._view.message(f"stopped by {signal.name}; meanwhile {type(error).__name__}: {error}")
+        if controller is None or isinstance(error, LearnerLost) or self._queue.in_training:
+            self._view.message("the newest checkpoint stays what it is")
+            return
+        self._view.phase("saving")
+        with contextlib.suppress(LearnerLost):
+            await self._save(fleet, controller.step)
 
     def _control(self, fleet: Fleet) -> ControlServer:
         """What `rlhf scale` talks to."""
@@ -238,28 +269,46 @@ class TrainingRun:
         await fleet.ready("rollout workers", "scorers")
         with contextlib.suppress(CheckpointFailed):
             await self._writer.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
-        try:
-            found = await asyncio.wait_for(
-                asyncio.to_thread(survey, self._folder.checkpoints), self._config.checkpoint.save_timeout_s
-            )
-        except TimeoutError:
-            raise RunFailed(
-                f"the disk did not list the checkpoints in {self._folder.checkpoints} within "
-                f"{self._config.checkpoint.save_timeout_s:g} s (checkpoint.save_timeout_s)"
-            ) from None
+        newest = await self._newest_set()
         version = max(self._queue.learner_version, self._published.highest) + 1
         self._queue.fail_over(version)
         self._cursor = PromptCursor(self._inputs.train, seed=self._config.run.seed)
         await fleet.learner.restart(version=version)
         step = 0
-        if found.newest is not None:
-            saved = run_state.load_state(found.newest)
+        if newest is not None:
+            saved = run_state.load_state(newest)
             self._cursor.load_state_dict(saved["cursor"], outstanding=())
-            await fleet.learner.load(found.newest / run_state.LEARNER, version=version)
+            await fleet.learner.load(newest / run_state.LEARNER, version=version)
             step = int(saved["step"])
         self._saved_step = step
+        self._writer.go_back(step)
         await self._publish_restored(fleet)
         return step
+
+    async def _newest_set(self) -> Path | None:
+        """What a rebuilt learner goes on from; damaged sets that are newer are set aside.
+
+        Raises:
+            RunFailed: the disk does not answer, or there are sets and none can be used.
+        """
+
+        def look() -> Survey:
+            found = survey(root)
+            if found.newest is not None:
+                for folder in found.damaged:
+                    log.warning("%s becomes %s", folder, set_aside(folder).name)
+            return found
+
+        root, patience = self._folder.checkpoints, self._config.checkpoint.save_timeout_s
+        try:
+            found = await asyncio.wait_for(in_disk_thread(look), patience)
+        except TimeoutError:
+            raise RunFailed(
+                f"the disk did not list the checkpoints in {root} within {patience:g} s (checkpoint.save_timeout_s)"
+            ) from None
+        if found.damaged and found.newest is None:
+            raise RunFailed(f"the learner cannot be rebuilt: no checkpoint can be used: {dict(found.damaged)}")
+        return found.newest
 
     def _controller(self, fleet: Fleet, step: int, on_batch: Callable[[int, TrainBatch], None] | None) -> Controller:
         config = self._config
@@ -303,12 +352,20 @@ class TrainingRun:
         stack.callback(writer.close)
         return writer.write
 
+    def _forget(self, frontiers: dict[int, int]) -> None:
+        """Drop the attempts of prompts that no set issues again; ``frontiers`` are the cursor's of those that stay."""
+        self._frontiers = frontiers
+        oldest, cursor = min(frontiers.values()), self._cursor
+        self._queue.forget(lambda group_id: cursor.passed(group_id, oldest))
+
     async def _save(self, fleet: Fleet, step: int) -> None:
         if step == self._saved_step:
             return
-        state = run_state.snapshot(step, cursor=self._cursor, queue=self._queue, recorder=self._recorder)
+        state = run_state.snapshot(
+            step, cursor=self._cursor, queue=self._queue, recorder=self._recorder, reference=self._reference
+        )
         self._saved_step = step
-        self._frontier_of[step] = state["cursor"]["frontier"]
+        self._frontiers[step] = state["cursor"]["frontier"]
         best = self._config.checkpoint.best_metric
         metric = None if best is None else self._recorder.last(best)
         if best is not None and metric is None:
@@ -317,17 +374,12 @@ class TrainingRun:
 
     def _checkpoint_reported(self, report: SaveReport) -> None:
         self._recorder.checkpoint(saved=report.path is not None, blocked_s=report.blocked_s)
-        frontier = self._frontier_of.pop(report.step, None)
         if report.path is None:
             # The run's end tries this step again.
             self._saved_step = -1
             self._view.message(f"checkpoint of step {report.step} FAILED: {report.error}")
             return
-        if frontier is not None:
-            self._frontiers.append(frontier)
-            if len(self._frontiers) == self._frontiers.maxlen:
-                oldest, cursor = min(self._frontiers), self._cursor
-                self._queue.forget(lambda group_id: cursor.passed(group_id, oldest))
+        self._forget({step: self._frontiers.get(step, 0) for step in report.stay})
         self._view.message(
             f"checkpoint {report.path} ({report.bytes / 2**20:.0f} MiB in {report.total_s:.1f} s, of which training "
             f"waited {report.blocked_s:.1f} s)"

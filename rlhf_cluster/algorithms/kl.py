@@ -103,7 +103,7 @@ class FixedKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef = float(state["coef"])
+        """Nothing: the coefficient is that of the config, also when a resume changed it."""
 
 
 class AdaptiveKL:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +156,8 @@ class PromptCursor:
         if state["n_prompts"] != len(self._prompts) or state["digest"] != self._digest:
             raise ValueError(
                 f"data.prompts: the saved run had {state['n_prompts']} prompts and these {len(self._prompts)} are not "
-                "the same (text, order, template or max_prompt_tokens changed); restore the old file or start a new run"
+                "the same (text, order, other fields, template or max_prompt_tokens changed); restore the old file or "
+                "start a new run"
             )
         frontier, ahead = int(state["frontier"]), {int(place) for place in state["consumed_ahead"]}
         places = {group_id: self._place(group_id) for group_id in outstanding}
@@ -184,10 +186,12 @@ class PromptCursor:
 
     @functools.cached_property
     def _digest(self) -> str:
-        """Over ids and tokens in the first epoch's order, so that a changed shuffle is seen as well."""
+        """Over ids, tokens and metadata in the first epoch's order, so that a changed shuffle is seen as well."""
         digest = hashlib.sha256()
         for index in np.random.default_rng([self._seed, 0]).permutation(len(self._prompts)):
             prompt = self._prompts[index]
-            digest.update(f"{len(prompt.prompt_id)}:{prompt.prompt_id}:{len(prompt.token_ids)}:".encode())
+            metadata = json.dumps(prompt.metadata, sort_keys=True, default=str)
+            head = json.dumps([prompt.prompt_id, len(prompt.token_ids), metadata])
+            digest.update(head.encode())
             digest.update(np.asarray(prompt.token_ids, dtype="<i4").tobytes())
         return digest.hexdigest()

@@ -23,7 +23,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            _cut_torn_line(path)
+            cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def step(self, step: int, version: int, row: Mapping[str, float]) -> None:
@@ -44,7 +44,8 @@ class JsonlSink:
         self._file.flush()
 
 
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
+    """Cut off what a killed run left of its last line."""
     with path.open("r+b") as file:
         content = file.read()
         complete = content.rfind(b"\n") + 1

@@ -7,17 +7,20 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlhf_cluster.metrics.jsonl import cut_torn_line
 from rlhf_cluster.types import TrainBatch
 
 
 class SampleWriter:
-    """Appends the first ``per_step`` answers of each trained batch to ``path``.
+    """Appends the first ``per_step`` answers of each trained batch to ``path``; a torn last line is cut off first.
 
     Args:
         decode: token ids -> text.
     """
 
     def __init__(self, path: Path, *, per_step: int, decode: Callable[[Sequence[int]], str]) -> None:
+        if path.exists():
+            cut_torn_line(path)
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8")  # noqa: SIM115
         self._per_step = per_step
         self._decode = decode

@@ -209,7 +209,7 @@ def test_a_stop_that_took_the_learner_too_is_a_stop(folder: Path) -> None:
     driver.wait_for("training")
     driver.send(signal.SIGTERM)
     assert driver.end(20) == 143, driver.output
-    assert "stopped by SIGTERM; the learner is lost too" in driver.output
+    assert "stopped by SIGTERM; meanwhile LearnerLost: learner rank 1 failed in 'train': it died" in driver.output
     assert newest_step(config) == 2
     assert live_members(driver.pid) == []
 
@@ -217,3 +217,31 @@ def test_a_stop_that_took_the_learner_too_is_a_stop(folder: Path) -> None:
 def learner_dies_with_a_step(fleet: ToyFleet) -> None:
     trainings = itertools.count(1)
     fleet.learner.lost = lambda call: call == "train" and next(trainings) == 4
+
+
+def workers_die_with_step_3(fleet: ToyFleet) -> None:
+    publish = fleet.sink.publish
+
+    async def published(snapshot: WeightSnapshot) -> PublishReport:
+        if snapshot.version < 3:
+            return await publish(snapshot)
+        return PublishReport(snapshot.version, (), {0: "rollout worker 0: its process died"}, 0.0, 0.0)
+
+    fleet.sink.publish = published  # type: ignore[method-assign]
+
+
+def test_a_stop_that_took_the_workers_saves_the_step_that_the_learner_finished(folder: Path) -> None:
+    config = config_of(folder, "workers")
+    driver = Driver(folder / "workers.txt", toy_run.train, config, Hold("training", 3), False, workers_die_with_step_3)
+    driver.wait_for("training")
+    driver.send(signal.SIGTERM)
+    assert driver.end(20) == 143, driver.output
+    assert "stopped by SIGTERM; meanwhile RunFailed: no rollout worker took version 3" in driver.output
+    assert newest_step(config) == 3
+
+
+def test_without_a_signal_the_loss_of_all_workers_is_a_failure(folder: Path) -> None:
+    config = config_of(folder, "no_workers")
+    driver = Driver(folder / "no_workers.txt", toy_run.train, config, None, False, workers_die_with_step_3)
+    assert driver.end(20) == 1, driver.output
+    assert "failed: RunFailed: no rollout worker took version 3" in driver.output

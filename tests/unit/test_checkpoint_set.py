@@ -79,9 +79,36 @@ def _manifest_of_step_1(folder: Path) -> None:
     (folder / "manifest.json").write_text(text)
 
 
+def _manifest(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "manifest.json").write_text(text) and None
+
+
+def _unlisted(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / "manifest.json").read_text())
+        content["files"] = {key: entry for key, entry in content["files"].items() if not key.startswith(name)}
+        (folder / "manifest.json").write_text(json.dumps(content))
+
+    return damage
+
+
+_HEAD = '{"format": 1, "metric": null, '
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        (_manifest("[" * 100_000), r"manifest\.json cannot be read: RecursionError"),
+        (_manifest(_HEAD + '"step": 1e400, "files": {}}'), r"manifest\.json cannot be read: OverflowError"),
+        (_manifest(_HEAD + '"step": 2, "files": {"a\\u0000": {"bytes": 0, "sha256": ""}}}'), r"is no file of this set"),
+        (
+            _manifest(_HEAD + '"step": 2, "files": {"../step_1": {"bytes": 0, "sha256": ""}}}'),
+            r"is no file of this set",
+        ),
+        (_manifest(_HEAD + '"step": 2, "files": {"/etc/hosts": {"bytes": 0, "sha256": ""}}}'), r"no file of this set"),
+        (_manifest(_HEAD + '"step": 2, "files": {}}'), r"does not list run_state\.json"),
+        (_unlisted("run_state.json"), r"does not list run_state\.json"),
+        (_unlisted("learner/"), r"does not list run_state\.json and the files of the learner"),
         (_flip, r"critic/model\.safetensors differs from the manifest"),
         (_empty, r"policy/model\.safetensors has 0 bytes; the manifest says 64"),
         (_remove, r"rank0\.pt is missing"),
@@ -111,7 +138,7 @@ def test_a_damaged_set_is_skipped_with_a_warning_that_says_why(
 
 
 def test_the_newest_set_is_that_of_the_highest_step_whatever_its_digits(tmp_path: Path) -> None:
-    for step in (99_999_999, 100_000_000, 5):
+    for step in (5, 99_999_999, 100_000_000):
         save_set(tmp_path, step)
     assert newest_checkpoint(tmp_path) == tmp_path / "step_100000000"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rlhf_cluster.checkpoint_files import Files, disk_error
-from rlhf_cluster.checkpoint_retention import Retention
+from rlhf_cluster.checkpoint_retention import Retention, prune
 from rlhf_cluster.checkpoint_set import clear_leftovers, newest_checkpoint, read_manifest, sets, step_folder, verify
 from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
 from tests.unit.builders import async_test
@@ -130,7 +130,87 @@ async def test_a_folder_of_the_same_step_that_is_no_set_is_set_aside(tmp_path: P
     await writer.save(1, state_of(1), tensors_of(1))
     await writer.finish()
     assert holds_step(folder, 1)
-    assert names(tmp_path) == ["step_00000001", "step_00000001.damaged"]
+    assert names(tmp_path) == ["step_00000001", "step_00000001.superseded"]
+
+
+@async_test
+async def test_a_run_that_went_back_saves_the_same_steps_again(tmp_path: Path) -> None:
+    writer = writer_of(tmp_path)
+    for step in (1, 2, 3):
+        await writer.save(step, state_of(step), tensors_of(step))
+        await writer.finish()
+    writer.go_back(1)
+    await writer.save(1, state_of(1), tensors_of(99))
+    await writer.save(2, state_of(2), tensors_of(102))
+    assert await writer.finish() == step_folder(tmp_path, 2)
+    assert holds_step(step_folder(tmp_path, 1), 1), "where the run went back to is saved already"
+    tensors = (step_folder(tmp_path, 2) / "learner/learner.json").read_bytes()
+    assert tensors[0] == 102
+    assert names(tmp_path) == [
+        "step_00000001",
+        "step_00000002",
+        "step_00000002.superseded",
+        "step_00000003.superseded",
+    ]
+
+
+@async_test
+async def test_a_save_that_was_given_up_makes_no_set_once_its_files_are_there(tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def before(number: int, name: str, path: Path) -> None:
+        if name == "write" and path.name == "manifest.json":
+            reached.set()
+            go_on.wait(10)
+
+    writer = CheckpointWriter(tmp_path, retention=Retention(9), files=ScriptedFiles(before))
+    await writer.save(4, state_of(4), tensors_of(4))
+    await asyncio.to_thread(reached.wait, 10)
+    with pytest.raises(CheckpointFailed):
+        await writer.finish(timeout_s=0.01)
+    go_on.set()
+    async with asyncio.timeout(10):
+        while names(tmp_path):
+            await asyncio.sleep(0.01)
+    writer.go_back(2)
+    await writer.save(3, state_of(3), tensors_of(3))
+    await writer.finish()
+    assert names(tmp_path) == ["step_00000003"]
+
+
+@async_test
+async def test_a_set_of_a_past_that_came_through_late_never_costs_one_of_now(tmp_path: Path) -> None:
+    for step in (2, 4):
+        await asyncio.to_thread(save_set, tmp_path, step)
+    writer = writer_of(tmp_path, keep_last=1)
+    writer.go_back(2)
+    await writer.save(3, state_of(3), tensors_of(3))
+    assert await writer.finish() == step_folder(tmp_path, 3)
+    assert names(tmp_path) == ["step_00000003", "step_00000004.superseded"]
+
+
+def test_retention_never_deletes_the_set_that_was_just_made(tmp_path: Path) -> None:
+    for step in (2, 3, 4):
+        save_set(tmp_path, step)
+    assert prune(tmp_path, Retention(1), newest=3) == [step_folder(tmp_path, 2)]
+
+
+@async_test
+async def test_a_set_is_saved_though_deleting_older_ones_takes_longer_than_the_run_waits(tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def before(number: int, name: str, path: Path) -> None:
+        if name == "remove":
+            reached.set()
+            go_on.wait(10)
+
+    await asyncio.to_thread(save_set, tmp_path, 1)
+    writer = CheckpointWriter(tmp_path, retention=Retention(1), files=ScriptedFiles(before))
+    await writer.save(2, state_of(2), tensors_of(2))
+    await asyncio.to_thread(reached.wait, 10)
+    assert await writer.finish(timeout_s=0.0) == step_folder(tmp_path, 2)
+    assert writer.failed == 0
+    go_on.set()
 
 
 # -- a disk that fails -----------------------------------------------------------------------------------------------

@@ -227,3 +227,10 @@ def test_unusable_arguments_are_refused():
         PromptCursor([*prompts(2), prompts(1)[0]], seed=0)
     with pytest.raises(ValueError, match="epochs: must be at least 1"):
         PromptCursor(prompts(), seed=0, epochs=0)
+
+
+def test_prompts_whose_other_fields_changed_are_not_the_same():
+    before = PromptCursor([Prompt("p", (1, 2), "2 + 2?", {"answer": "4"})], seed=0)
+    after = PromptCursor([Prompt("p", (1, 2), "2 + 2?", {"answer": "5"})], seed=0)
+    with pytest.raises(ValueError, match=r"data\.prompts: .*other fields"):
+        after.load_state_dict(before.state_dict())

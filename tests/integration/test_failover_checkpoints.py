@@ -1,0 +1,123 @@
+"""F04: a rebuilt learner goes on from the newest set that is whole, and what it trains again is saved again."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlhf_cluster.checkpoint_set import PINNED, sets, step_folder, step_of, verify
+from rlhf_cluster.config import Config
+from tests import toy_run
+from tests.driver_process import Driver
+from tests.toy_run import ToyFleet, toy_config
+
+STEPS = 6
+
+
+def config_of(folder: Path, name: str, *overrides: str) -> Config:
+    base = [f"run.steps={STEPS}", "checkpoint.every_steps=2", "queue.max_staleness=1"]
+    return toy_config(folder, f"run.name={name}", *base, *overrides)
+
+
+def checkpoints(config: Config) -> Path:
+    return Path(config.run.dir) / config.run.name / "checkpoints"
+
+
+def spoil(root: Path, step: int) -> None:
+    state = step_folder(root, step) / "learner" / "learner.json"
+    state.write_text(state.read_text().replace("trained", "trainee"))
+
+
+def loses_the_learner_in_step_6(root: Path, spoilt: tuple[int, ...], pinned: int | None, fleet: ToyFleet) -> None:
+    trainings = itertools.count(1)
+    save = fleet.learner.save
+
+    async def pins(folder: Path) -> None:
+        if pinned is not None and step_folder(root, pinned).is_dir():
+            (step_folder(root, pinned) / PINNED).touch()
+        await save(folder)
+
+    def lost(call: str) -> bool:
+        if call != "train" or next(trainings) != STEPS:
+            return False
+        for step in spoilt:
+            spoil(root, step)
+        return True
+
+    fleet.learner.save = pins  # type: ignore[method-assign]
+    fleet.learner.lost = lost
+
+
+@pytest.mark.parametrize(("keep_last", "pinned"), [(2, None), (1, 2)])
+def test_steps_after_a_damaged_set_are_trained_and_saved_again(
+    tmp_path: Path, keep_last: int, pinned: int | None
+) -> None:
+    config = config_of(tmp_path, "spoilt", f"checkpoint.keep_last={keep_last}")
+    change = functools.partial(loses_the_learner_in_step_6, checkpoints(config), (4,), pinned)
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, None, False, change)
+    assert driver.end(30) == 0, driver.output
+    kept = {step_of(folder) for folder in sets(checkpoints(config))}
+    assert kept == ({4, 6} if pinned is None else {2, 6})
+    for folder in sets(checkpoints(config)):
+        verify(folder)
+    assert (checkpoints(config) / "step_00000004.damaged").is_dir()
+    trained = json.loads((step_folder(checkpoints(config), STEPS) / "learner/learner.json").read_text())["trained"]
+    assert set(Counter(trained).values()) == {1}, "each prompt once an epoch"
+    assert len(trained) == STEPS * config.queue.groups_per_batch
+
+
+def test_a_learner_whose_sets_are_all_damaged_is_not_started_afresh_in_silence(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "all")
+    change = functools.partial(loses_the_learner_in_step_6, checkpoints(config), (2, 4), None)
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, None, False, change)
+    assert driver.end(30) == 1, driver.output
+    assert "failed: RunFailed: the learner cannot be rebuilt: no checkpoint can be used" in driver.output
+    assert [step_of(folder) for folder in sets(checkpoints(config))] == [2, 4], "a backup may still repair them"
+
+
+def test_a_run_that_lost_its_learner_more_often_than_a_prompt_may_fail_goes_on(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path, "often", "guardrails.max_attempts=1", "guardrails.max_learner_restarts=3", "checkpoint.every_steps=6"
+    )
+    change = loses_the_learner_three_times
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, None, False, change)
+    assert driver.end(30) == 0, driver.output
+    assert "time 3 of at most 3" in driver.output
+
+
+def loses_the_learner_three_times(fleet: ToyFleet) -> None:
+    trainings = itertools.count(1)
+    fleet.learner.lost = lambda call: call == "train" and next(trainings) in (2, 4, 6)
+
+
+def test_a_refused_resume_leaves_the_config_of_the_run_as_it_was(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "refused")
+    assert Driver(tmp_path / "first.txt", toy_run.train, config).end(30) == 0
+    written = checkpoints(config).parent / "config.yaml"
+    before = written.read_text()
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 99, "steps": 8})})
+    driver = Driver(tmp_path / "second.txt", toy_run.train, other)
+    assert driver.end(30) == 2, driver.output
+    assert "run.seed" in driver.output
+    assert written.read_text() == before
+
+
+def test_a_resume_says_what_is_set_otherwise_and_refuses_another_reference(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "changed")
+    assert Driver(tmp_path / "first.txt", toy_run.train, config).end(30) == 0
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 8})})
+    driver = Driver(tmp_path / "second.txt", toy_run.train, longer)
+    assert driver.end(30) == 0, driver.output
+    assert "set otherwise than before the resume: run.steps: 6 -> 8" in driver.output
+    weights = tmp_path / "policy" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    driver = Driver(tmp_path / "third.txt", toy_run.train, longer)
+    assert driver.end(30) == 2, driver.output
+    assert "is not the model that the run of" in driver.output
