@@ -107,6 +107,11 @@ class Survey:
     damaged: Mapping[Path, str]
     """Why each set newer than ``newest`` cannot be used."""
 
+    @property
+    def all_lost(self) -> bool:
+        """Whether there were finished sets, and none of them can be used. One without a manifest never was finished."""
+        return self.newest is None and any((folder / MANIFEST).exists() for folder in self.damaged)
+
 
 def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"

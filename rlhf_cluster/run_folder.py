@@ -114,7 +114,7 @@ def _look(checkpoints: Path) -> Survey:
     if (checkpoints.exists() or checkpoints.is_symlink()) and not checkpoints.is_dir():
         raise PreflightError(f"{checkpoints} is no folder; is the disk that should hold it mounted?")
     found = survey(checkpoints)
-    if found.damaged and found.newest is None:
+    if found.all_lost:
         reasons = "\n".join(f"  {folder.name}: {reason}" for folder, reason in found.damaged.items())
         raise PreflightError(
             f"{checkpoints} holds {len(found.damaged)} checkpoints and none of them can be used:\n{reasons}\n"

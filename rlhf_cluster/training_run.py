@@ -187,6 +187,7 @@ class TrainingRun:
     ) -> Controller:
         """Bring the parts up, run the control loop to its end and save; with a new loop each time the learner had to be
         rebuilt."""
+        first: LearnerLost | None = None
         lost: LearnerLost | None = None
         while True:
             controller: Controller | None = None
@@ -212,8 +213,14 @@ class TrainingRun:
                     raise asyncio.CancelledError from error
                 if not isinstance(error, LearnerLost):
                     raise
+                first = first or error
                 if self._learner_restarts >= self._config.guardrails.max_learner_restarts:
-                    raise
+                    if first is error:
+                        raise
+                    raise LearnerLost(
+                        f"{first}; it was rebuilt {self._learner_restarts} times (guardrails.max_learner_restarts), "
+                        f"then: {error}"
+                    ) from error
                 lost = error
 
     async def _save_what_is_whole(
@@ -294,9 +301,8 @@ class TrainingRun:
 
         def look() -> Survey:
             found = survey(root)
-            if found.newest is not None:
-                for folder in found.damaged:
-                    log.warning("%s becomes %s", folder, set_aside(folder).name)
+            for folder in () if found.all_lost else found.damaged:
+                log.warning("%s becomes %s", folder, set_aside(folder).name)
             return found
 
         root, patience = self._folder.checkpoints, self._config.checkpoint.save_timeout_s
@@ -306,7 +312,7 @@ class TrainingRun:
             raise RunFailed(
                 f"the disk did not list the checkpoints in {root} within {patience:g} s (checkpoint.save_timeout_s)"
             ) from None
-        if found.damaged and found.newest is None:
+        if found.all_lost:
             raise RunFailed(f"the learner cannot be rebuilt: no checkpoint can be used: {dict(found.damaged)}")
         return found.newest
 

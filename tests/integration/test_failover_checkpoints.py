@@ -90,6 +90,26 @@ def test_a_run_that_lost_its_learner_more_often_than_a_prompt_may_fail_goes_on(t
     assert "time 3 of at most 3" in driver.output
 
 
+def test_a_learner_lost_too_often_ends_the_run_with_the_first_loss(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "too_often", "guardrails.max_learner_restarts=1")
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, None, False, loses_the_learner_twice)
+    assert driver.end(30) == 1, driver.output
+    assert (
+        "failed: LearnerLost: learner rank 1 failed in 'train': it died; it was rebuilt 1 times "
+        "(guardrails.max_learner_restarts), then: learner rank 1 failed in 'save': it died"
+    ) in driver.output
+
+
+def loses_the_learner_twice(fleet: ToyFleet) -> None:
+    calls: Counter[str] = Counter()
+
+    def lost(call: str) -> bool:
+        calls[call] += 1
+        return (call, calls[call]) in (("train", 1), ("save", 1))
+
+    fleet.learner.lost = lost
+
+
 def loses_the_learner_three_times(fleet: ToyFleet) -> None:
     trainings = itertools.count(1)
     fleet.learner.lost = lambda call: call == "train" and next(trainings) in (2, 4, 6)

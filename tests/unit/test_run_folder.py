@@ -76,6 +76,20 @@ def test_a_run_killed_in_its_first_save_starts_fresh(tmp_path: Path, caplog: pyt
     assert ".partial_00000001_ab" in caplog.text
 
 
+def test_a_set_without_a_manifest_was_never_finished_and_stops_no_fresh_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = tmp_path / "a_run/checkpoints"
+    (save_set(checkpoints, 5) / "manifest.json").unlink()
+    with pytest.raises(PreflightError, match="--resume required"):
+        RunFolder.open(config_for(tmp_path), resume="required")
+    folder = RunFolder.open(config_for(tmp_path), resume="auto")
+    folder.begin(config_for(tmp_path))
+    assert folder.checkpoint is None
+    assert "step_00000005 has no manifest (it was not finished)" in caplog.text
+    assert names(checkpoints) == ["step_00000005.damaged"]
+
+
 def test_required_needs_a_set_and_never_needs_none(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match=r"--resume required: .*holds no complete checkpoint"):
         RunFolder.open(config_for(tmp_path), resume="required")
