@@ -260,6 +260,8 @@ class RolloutPool:
             except WorkerFailed as error:
                 failed[slot.index] = str(error)
                 slot.emit("fenced", str(error))
+            finally:
+                self._changes.tell()
 
         members = snapshot.transport.get("members", self._slots)
         up = [
@@ -389,6 +391,10 @@ class RolloutPool:
             )
             if not drained:
                 log.warning("%s still worked after %g s when it was scaled away", slot.name, drain_s)
+            # An update has a deadline of its own. Who left a broadcast half way would stop the learner and the others.
+            await self._changes.until(
+                lambda: (worker := slot.serving) is None or not worker.updating, clock=self._clock
+            )
             await self._end(slot, "it was scaled away")
         finally:
             self._draining.discard(index)
