@@ -397,6 +397,8 @@ class RolloutPool:
             )
             await self._end(slot, "it was scaled away")
         finally:
+            # Whoever gave up waiting, too, leaves no worker behind that no slot knows.
+            await slot.end("it was scaled away")
             self._draining.discard(index)
             self._slots.pop(index, None)
 

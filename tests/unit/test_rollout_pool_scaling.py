@@ -171,3 +171,19 @@ async def test_scaling_down_in_a_broadcast_does_not_cost_the_learner() -> None:
         assert await pool.scale(1) == "2 -> 1 rollout workers"
         assert (await publishing).applied == (0, 1)
         sink.stop_readmitting()
+
+
+@async_test
+async def test_a_scale_down_that_is_cancelled_while_it_drains_leaves_no_worker_that_nobody_knows() -> None:
+    async with running(2) as pool:
+        leaving = pool.worker(1)
+        generating = asyncio.ensure_future(pool.generate(WorkerSlot(1, 0), REQUEST))
+        await briefly()
+        scaling = asyncio.ensure_future(pool.scale(1))
+        await briefly()
+        scaling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scaling
+        assert (leaving.killed, pool.up()) == (True, [0])
+        with pytest.raises(WorkerFailed, match="rollout worker 1 died during group g: it was scaled away"):
+            await generating
