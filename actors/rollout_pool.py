@@ -337,7 +337,8 @@ class RolloutPool:
 
         New ones are started and brought to the newest version before they take requests. Those with the highest slots
         go: they take no more requests, finish what they run within ``drain_s`` (default ``rollout.timeout_s``), and
-        end; what still runs then fails as WorkerFailed and is issued again.
+        end; what still runs then fails as WorkerFailed and is issued again. A slot whose restarts are used up is no
+        worker: it goes first, and another worker takes its place.
 
         Raises:
             ValueError: fewer than one, or no room in the cluster.
@@ -346,15 +347,22 @@ class RolloutPool:
         if workers < 1:
             raise ValueError(f"a run needs at least 1 rollout worker; got {workers}")
         async with self._scaling:
+            exhausted = {index: slot for index, slot in self._slots.items() if slot.state == "exhausted"}
+            for index in exhausted:
+                del self._slots[index]
             before = sorted(self._slots)
+            try:
+                if workers > len(before):
+                    await self._add(workers - len(before))
+            except BaseException:
+                # They tell why workers are missing, and when none is left what began it.
+                self._slots |= exhausted
+                raise
             if workers == len(before):
                 return f"there are {workers} rollout workers already"
-            if workers > len(before):
-                await self._add(workers - len(before))
-            else:
-                leaving = before[workers:]
-                timeout_s = self._config.rollout.timeout_s if drain_s is None else drain_s
-                await asyncio.gather(*(self._remove(index, timeout_s) for index in leaving))
+            leaving = before[workers:]
+            timeout_s = self._config.rollout.timeout_s if drain_s is None else drain_s
+            await asyncio.gather(*(self._remove(index, timeout_s) for index in leaving))
             return f"{len(before)} -> {len(self._slots)} rollout workers"
 
     async def _add(self, count: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from actors import rollout_pool
 from actors.engine_weights import UpdateTiming
 from actors.rollout_member import RolloutMember
-from actors.rollout_pool import RolloutPool
+from actors.rollout_pool import NoWorkersLeft, RolloutPool
 from rlhf_cluster.broadcast_sink import BroadcastSink
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.protocols import RolloutRequest, WeightSnapshot, WorkerFailed, WorkerSlot
@@ -187,3 +186,34 @@ async def test_a_scale_down_that_is_cancelled_while_it_drains_leaves_no_worker_t
         assert (leaving.killed, pool.up()) == (True, [0])
         with pytest.raises(WorkerFailed, match="rollout worker 1 died during group g: it was scaled away"):
             await generating
+
+
+@async_test
+async def test_scaling_down_keeps_the_living_and_lets_exhausted_slots_go() -> None:
+    async with running(3) as pool:
+        await pool.lose(0, 1)
+        survivor = pool.worker(2)
+        assert await pool.scale(1) == "there are 1 rollout workers already"
+        assert pool.choose() == WorkerSlot(2, 0)
+        assert not survivor.killed
+        assert [status.index for status in pool.status()] == [2]
+
+
+@async_test
+async def test_scaling_to_the_number_configured_replaces_exhausted_slots() -> None:
+    async with running(3) as pool:
+        await pool.lose(0, 2)
+        assert await pool.scale(3) == "1 -> 3 rollout workers"
+        assert sorted(pool.up()) == [0, 1, 2]
+        assert len(pool.made) == 5
+
+
+@async_test
+async def test_exhausted_slots_stay_when_no_other_worker_starts_in_their_place() -> None:
+    async with running(1) as pool:
+        await pool.lose(0)
+        pool.prepare = lambda worker: setattr(worker, "refuses_to_start", True)
+        with pytest.raises(WorkerFailed, match="no memory"):
+            await pool.scale(1)
+        with pytest.raises(NoWorkersLeft, match="the first cause: rollout worker 0: killed"):
+            pool.choose()
