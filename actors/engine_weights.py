@@ -93,7 +93,6 @@ class EngineWeights:
         """
         begun = time.monotonic()
         due = self._since_verified is None or self._since_verified + 1 >= self.publish.verify_every
-        check_names(self._weight_names, snapshot.manifest["tensors"], what=f"{self._name}, version {snapshot.version}")
         update = await self._prepare_transfer(snapshot)
         paused_at = time.monotonic()
         await self._apply(update, snapshot.version)
@@ -124,6 +123,7 @@ class EngineWeights:
         """Everything that can be done while generation runs, the bytes' checksums too; returns the backend's info."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        check_names(self._weight_names, snapshot.manifest["tensors"], what=f"{self._name}, version {snapshot.version}")
         if self.publish.backend == "nccl":
             tensor_parallel = self._tensor_parallel
             init_info = nccl_init_info(snapshot.transport, slot=self._index, tensor_parallel=tensor_parallel)

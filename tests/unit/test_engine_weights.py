@@ -1,0 +1,86 @@
+"""What is checked before an engine is touched, and what happens to it after a failure; the engine is a stand-in."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actors.engine_weights import EngineWeights
+from actors.rollout_worker import RolloutWorker
+from rlhf_cluster.config import EngineConfig, PublishConfig
+from rlhf_cluster.protocols import WeightSnapshot
+from rlhf_cluster.weight_manifest import WeightMismatch, tensor_entry
+from tests.unit.builders import async_test
+
+NAMES = ["a", "b"]
+
+
+class Engine:
+    """Does everything it is asked for but what is in ``broken``; ``asked`` says what that was."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.broken: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*arguments: Any, **options: Any) -> bool:
+            what = arguments[0] if name == "collective_rpc" else f"{name} {options.get('mode', '')}".strip()
+            self.asked.append(what)
+            if what in self.broken:
+                raise RuntimeError(f"{what} failed")
+            return True
+
+        return call
+
+
+@pytest.fixture(autouse=True)
+def requests_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = types.ModuleType("vllm.distributed.weight_transfer.base")
+    base.WeightTransferInitRequest = base.WeightTransferUpdateRequest = dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+
+
+def worker(engine: Engine) -> RolloutWorker:
+    """A worker that serves version 0 of a model with the float32 tensors ``a`` and ``b`` of two elements."""
+    made = RolloutWorker(0, "folder", "float32", EngineConfig(), 64, 0, "cpu", PublishConfig())
+    made._engine, made._fenced = engine, None
+    made._weights = EngineWeights(
+        engine,
+        name="rollout worker 0",
+        index=0,
+        weight_names=NAMES,
+        dtype="float32",
+        publish=PublishConfig(),
+        tensor_parallel=1,
+        max_model_len=64,
+    )
+    return made
+
+
+def snapshot(folder: Path, version: int, **tensors: torch.Tensor) -> WeightSnapshot:
+    path = folder / f"v{version}.safetensors"
+    save_file(tensors, path)
+    entries = {
+        name: tensor_entry(str(tensor.dtype).removeprefix("torch."), tensor.shape, tensor.view(torch.uint8).numpy())
+        for name, tensor in tensors.items()
+    }
+    return WeightSnapshot(version, path, {"version": version, "tensors": entries})
+
+
+@pytest.mark.parametrize("version", [0, 1], ids=["held", "loaded"])
+@async_test
+async def test_a_snapshot_that_lacks_a_weight_never_reaches_the_engine(tmp_path: Path, version: int) -> None:
+    engine = Engine()
+    fenced = worker(engine)
+    with pytest.raises(WeightMismatch, match=rf"rollout worker 0, version {version}: 1 names missing \['b'\]"):
+        await fenced.update_weights(snapshot(tmp_path, version, a=torch.ones(2)))
+    assert engine.asked == ["pause_generation abort"]
+    assert fenced.fenced is not None
