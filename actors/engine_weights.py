@@ -209,10 +209,13 @@ class EngineWeights:
     async def abandon(self) -> None:
         """After a failure: end the open update and abort what runs; the engine stays paused until the next ``load``."""
         self._since_verified = None
-        if self._open:
-            self._open = False
-            await self._engine.collective_rpc("abandon_weight_update")
-        await self._engine.pause_generation(mode="abort", clear_cache=True)
+        try:
+            if self._open:
+                self._open = False
+                await self._engine.collective_rpc("abandon_weight_update")
+        finally:
+            # Otherwise what runs would wait in an engine that stands still.
+            await self._engine.pause_generation(mode="abort", clear_cache=True)
 
     def close(self) -> None:
         """Remove the snapshots fetched to this node."""

@@ -84,3 +84,12 @@ async def test_a_snapshot_that_lacks_a_weight_never_reaches_the_engine(tmp_path:
         await fenced.update_weights(snapshot(tmp_path, version, a=torch.ones(2)))
     assert engine.asked == ["pause_generation abort"]
     assert fenced.fenced is not None
+
+
+@async_test
+async def test_what_runs_is_aborted_also_when_a_failed_update_cannot_be_abandoned(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.broken = {"update_weights", "abandon_weight_update"}
+    with pytest.raises(RuntimeError, match="update_weights failed"):
+        await worker(engine).update_weights(snapshot(tmp_path, 1, a=torch.ones(2), b=torch.ones(2)))
+    assert engine.asked[-2:] == ["abandon_weight_update", "pause_generation abort"]
