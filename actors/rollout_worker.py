@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from actors.engine_arguments import (
-    checkpoint_weight_names,
+    checkpoint_weight_shapes,
     engine_arguments,
     engine_environment,
     neutral_sampling,
@@ -114,7 +114,7 @@ class RolloutWorker(Health):
             ValueError: no safetensors in the model folder. RuntimeError: the engine refused a setting.
         """
         os.environ.update(engine_environment(self._engine_config, self._device))
-        weight_names = checkpoint_weight_names(self._folder)
+        weight_shapes = checkpoint_weight_shapes(self._folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -131,7 +131,7 @@ class RolloutWorker(Health):
             self._engine,
             name=self.name,
             index=self._index,
-            weight_names=weight_names,
+            weight_shapes=weight_shapes,
             dtype=self._dtype,
             publish=self._publish,
             tensor_parallel=self._engine_config.tensor_parallel,

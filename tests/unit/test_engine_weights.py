@@ -18,7 +18,7 @@ from rlhf_cluster.protocols import WeightSnapshot
 from rlhf_cluster.weight_manifest import WeightMismatch, tensor_entry
 from tests.unit.builders import async_test
 
-NAMES = ["a", "b"]
+SHAPES = {"a": (2,), "b": (2,)}
 
 
 class Engine:
@@ -48,16 +48,16 @@ def requests_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, base.__name__, base)
 
 
-def worker(engine: Engine) -> RolloutWorker:
-    """A worker that serves version 0 of a model with the float32 tensors ``a`` and ``b`` of two elements."""
-    made = RolloutWorker(0, "folder", "float32", EngineConfig(), 64, 0, "cpu", PublishConfig())
+def worker(engine: Engine, dtype: str = "float32") -> RolloutWorker:
+    """A worker that serves version 0 of a model with the tensors ``a`` and ``b`` of two elements."""
+    made = RolloutWorker(0, "folder", dtype, EngineConfig(), 64, 0, "cpu", PublishConfig())
     made._engine, made._fenced = engine, None
     made._weights = EngineWeights(
         engine,
         name="rollout worker 0",
         index=0,
-        weight_names=NAMES,
-        dtype="float32",
+        weight_shapes=SHAPES,
+        dtype=dtype,
         publish=PublishConfig(),
         tensor_parallel=1,
         max_model_len=64,
@@ -84,6 +84,30 @@ async def test_a_snapshot_that_lacks_a_weight_never_reaches_the_engine(tmp_path:
         await fenced.update_weights(snapshot(tmp_path, version, a=torch.ones(2)))
     assert engine.asked == ["pause_generation abort"]
     assert fenced.fenced is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "announced"),
+    [(torch.ones(3), r"float32 \[3\]"), (torch.ones(0), r"float32 \[0\]"), (torch.ones(2).half(), r"float16 \[2\]")],
+    ids=["shape", "empty", "dtype"],
+)
+@async_test
+async def test_weights_of_another_layout_than_the_engines_are_refused_before_the_first_byte(
+    tmp_path: Path, wrong: torch.Tensor, announced: str
+) -> None:
+    engine = Engine()
+    expected = rf"version 1: b is announced as {announced}, the engine takes float32 \[2\]"
+    with pytest.raises(WeightMismatch, match=expected):
+        await worker(engine).update_weights(snapshot(tmp_path, 1, a=torch.ones(2), b=wrong))
+    assert engine.asked == ["pause_generation abort"]
+
+
+@async_test
+async def test_the_expected_dtype_is_the_engines_whatever_the_folder_had(tmp_path: Path) -> None:
+    half = torch.ones(2).bfloat16()
+    serving = worker(Engine(), dtype="bfloat16")
+    await serving.update_weights(snapshot(tmp_path, 1, a=half, b=half.clone()))
+    assert (serving.version, serving.fenced) == (1, None)
 
 
 @async_test
