@@ -303,6 +303,16 @@ async def test_an_error_reaches_only_the_callers_of_its_batch_and_later_work_goe
 
 
 @async_test
+async def test_an_item_that_cannot_be_measured_fails_everyone_who_waits_with_it_and_later_work_goes_on():
+    batcher = MicroBatcher(list, length=len, batch_tokens=9, window_s=0.0)
+    calls = [asyncio.create_task(batcher.submit([item])) for item in ("abc", 7)]
+    done, pending = await asyncio.wait(calls, timeout=1)
+    assert not pending
+    assert all("has no len" in str(call.exception()) for call in done)
+    assert await batcher.submit(["abc"]) == ["abc"]
+
+
+@async_test
 async def test_a_batch_with_a_wrong_number_of_results_is_an_error():
     batcher = MicroBatcher(lambda items: items[:-1], length=lambda item: item, batch_tokens=99, window_s=0.0)
     with pytest.raises(RuntimeError, match="2 items went into a batch and 1 results came out"):
