@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -58,6 +59,10 @@ def _one_thread():
 def fails_on_request(prompt, answer, finish_reason):
     if "fail" in answer:
         raise RuntimeError(f"cannot judge {answer}")
+    if "exit" in answer:
+        sys.exit(answer)
+    if "stop" in answer:
+        raise KeyboardInterrupt
     return math.nan if "nan" in answer else 1.0
 
 
@@ -197,6 +202,19 @@ async def test_a_failing_function_gives_nan_with_a_reason_and_no_text_in_the_log
     assert math.isnan(replies[1].score) and math.isnan(replies[2].score)
     assert replies[1].components["length"] == pytest.approx(19 / 64)
     assert "RuntimeError" in caplog.text and SECRET not in caplog.text
+
+
+@async_test
+async def test_a_function_that_exits_is_one_that_fails(policy):
+    judge = {"name": "judge", "kind": "function", "function": f"{__name__}:fails_on_request"}
+    (reply,) = await scorer(policy, None, judge).score(QUESTION, [answer(policy, "exit")])
+    assert reply.reason == "function_error"
+
+
+def test_an_interrupt_in_a_function_ends_the_process_that_was_interrupted(policy):
+    judge = {"name": "judge", "kind": "function", "function": f"{__name__}:fails_on_request"}
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(scorer(policy, None, judge).score(QUESTION, [answer(policy, "stop")]))
 
 
 @async_test
