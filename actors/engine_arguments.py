@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.parent_death import EndsWithParent
 from rlhf_cluster.config import EngineConfig, PublishConfig
 from rlhf_cluster.diagnosis import logprob_probe
 
@@ -49,6 +50,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": publish.backend},
         "worker_extension_cls": RECEIVER_EXTENSION,
+        "additional_config": {"ends_with_parent": EndsWithParent()},
         "disable_log_stats": True,
         "enable_log_requests": False,
     }

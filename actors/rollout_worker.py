@@ -125,7 +125,6 @@ class RolloutWorker(Health):
         if mode != "processed_logprobs":
             raise RuntimeError(f"{self.name}: engine reports {mode}; training needs processed_logprobs")
         self._stop_ids = stop_token_ids(self._folder, getattr(self._engine.get_tokenizer(), "eos_token_id", None))
-        await self._engine.collective_rpc("end_with_parent")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._weights = EngineWeights(
             self._engine,
