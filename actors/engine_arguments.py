@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.parent_death import EndsWithParent
 from rlhf_cluster.config import EngineConfig, PublishConfig
 from rlhf_cluster.diagnosis import logprob_probe
 
@@ -49,6 +50,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "weight_transfer_config": {"backend": publish.backend},
         "worker_extension_cls": RECEIVER_EXTENSION,
+        "additional_config": {"ends_with_parent": EndsWithParent()},
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
@@ -120,8 +122,8 @@ def stop_token_ids(model_folder: Path, tokenizer_eos: int | None) -> list[int]:
     return sorted(ids)
 
 
-def checkpoint_weight_names(model_folder: Path) -> list[str]:
-    """Names an update must bring: those of the folder's safetensors files, a tied head left out.
+def checkpoint_weight_shapes(model_folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names an update must bring, with their shapes: those of the folder's safetensors files, a tied head left out.
 
     Raises:
         ValueError: when the folder holds no safetensors.
@@ -134,15 +136,15 @@ def checkpoint_weight_names(model_folder: Path) -> list[str]:
             f"model folder {model_folder} holds no *.safetensors; save the model with save_pretrained (safetensors is "
             "its default format)"
         )
-    names: set[str] = set()
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(str(file), framework="numpy") as opened:
-            names.update(opened.keys())
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
     if config.get("tie_word_embeddings", False):
-        names.discard("lm_head.weight")
+        shapes.pop("lm_head.weight", None)
     # Checkpoints of old transformers versions carry this derived buffer; no model has it as a weight.
-    return sorted(name for name in names if not name.endswith("rotary_emb.inv_freq"))
+    return {name: shape for name, shape in sorted(shapes.items()) if not name.endswith("rotary_emb.inv_freq")}
 
 
 def nccl_init_info(transport: Mapping[str, Any], *, slot: int, tensor_parallel: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rlhf_cluster.config import PublishConfig
 from rlhf_cluster.diagnosis import logprob_probe
 from rlhf_cluster.protocols import WeightSnapshot
 from rlhf_cluster.types import Floats
-from rlhf_cluster.weight_manifest import check_names
+from rlhf_cluster.weight_manifest import WeightMismatch, check_names
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ class EngineWeights:
     Args:
         engine: vLLM's ``AsyncLLM``, serving its initial weights.
         name, index: of the worker, for error texts and its place in a transfer group.
-        weight_names: what every snapshot must bring.
+        weight_shapes: what every snapshot must bring, by name.
+        dtype: of the engine, which every weight must have; the folder that it started from may have had another.
         max_model_len: tokens of a probe sequence beyond it are left out.
     """
 
@@ -59,7 +60,7 @@ class EngineWeights:
         *,
         name: str,
         index: int,
-        weight_names: Sequence[str],
+        weight_shapes: Mapping[str, Sequence[int]],
         dtype: str,
         publish: PublishConfig,
         tensor_parallel: int,
@@ -72,7 +73,8 @@ class EngineWeights:
         self._engine = engine
         self._name = name
         self._index = index
-        self._weight_names = list(weight_names)
+        self._weight_shapes = weight_shapes
+        self._dtype = dtype
         self._probe_tolerance = logprob_probe.tolerance_nats(dtype, publish.probe_tolerance_nats)
         self._tensor_parallel = tensor_parallel
         self._max_model_len = max_model_len
@@ -93,7 +95,6 @@ class EngineWeights:
         """
         begun = time.monotonic()
         due = self._since_verified is None or self._since_verified + 1 >= self.publish.verify_every
-        check_names(self._weight_names, snapshot.manifest["tensors"], what=f"{self._name}, version {snapshot.version}")
         update = await self._prepare_transfer(snapshot)
         paused_at = time.monotonic()
         await self._apply(update, snapshot.version)
@@ -124,12 +125,13 @@ class EngineWeights:
         """Everything that can be done while generation runs, the bytes' checksums too; returns the backend's info."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        self._check_manifest(snapshot)
         if self.publish.backend == "nccl":
             tensor_parallel = self._tensor_parallel
             init_info = nccl_init_info(snapshot.transport, slot=self._index, tensor_parallel=tensor_parallel)
             update = nccl_update_info(snapshot.manifest)
         else:
-            init_info = {"names": self._weight_names}
+            init_info = {"names": list(self._weight_shapes)}
             entries = {name: dict(entry) for name, entry in snapshot.manifest["tensors"].items()}
             path = await asyncio.to_thread(self._fetched_and_checked, snapshot, entries)
             update = {"path": str(path), "tensors": entries}
@@ -140,6 +142,18 @@ class EngineWeights:
             await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
             self._joined = init_info
         return update
+
+    def _check_manifest(self, snapshot: WeightSnapshot) -> None:
+        """Raises WeightMismatch when the snapshot announces other names, dtypes or shapes than the engine's."""
+        what, tensors = f"{self._name}, version {snapshot.version}", snapshot.manifest["tensors"]
+        check_names(self._weight_shapes, tensors, what=what)
+        for name, shape in self._weight_shapes.items():
+            entry = tensors[name]
+            if (entry["dtype"], list(entry["shape"])) != (self._dtype, list(shape)):
+                raise WeightMismatch(
+                    f"{what}: {name} is announced as {entry['dtype']} {entry['shape']}, the engine takes {self._dtype} "
+                    f"{list(shape)}"
+                )
 
     def _fetched_and_checked(self, snapshot: WeightSnapshot, entries: dict[str, dict[str, Any]]) -> Path:
         """Path of the snapshot on this node, every byte of it held against the learner's checksums.
@@ -209,10 +223,13 @@ class EngineWeights:
     async def abandon(self) -> None:
         """After a failure: end the open update and abort what runs; the engine stays paused until the next ``load``."""
         self._since_verified = None
-        if self._open:
-            self._open = False
-            await self._engine.collective_rpc("abandon_weight_update")
-        await self._engine.pause_generation(mode="abort", clear_cache=True)
+        try:
+            if self._open:
+                self._open = False
+                await self._engine.collective_rpc("abandon_weight_update")
+        finally:
+            # Otherwise what runs would wait in an engine that stands still.
+            await self._engine.pause_generation(mode="abort", clear_cache=True)
 
     def close(self) -> None:
         """Remove the snapshots fetched to this node."""

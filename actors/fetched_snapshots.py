@@ -1,15 +1,16 @@
 """Weights that the learner wrote on another node, brought to this one once, however many workers it has.
 
-They lie under the learner's own path, so that all workers of a node share one copy:
+They lie in a folder of their own inside the learner's path, so that all workers of a node share one copy, each under a
+name that it alone removes (hard links). A copy that no living worker holds goes:
 
-    /dev/shm/rlhf-NAME-RUN.DRIVER/v12.safetensors      complete; older versions go when a newer one came
-    /dev/shm/rlhf-NAME-RUN.DRIVER/.v12.safetensors.PID what the worker PID is writing
+    /dev/shm/rlhf-NAME-RUN.DRIVER/fetched/v12.safetensors            complete, for neighbours to take
+    /dev/shm/rlhf-NAME-RUN.DRIVER/fetched/v12.safetensors.HOLDER.PID what a holder in process PID writes, then reads
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,46 +30,91 @@ def from_object_store(reference: Any) -> np.ndarray:
     return np.asarray(ray.get(reference, timeout=_FETCH_TIMEOUT_S))
 
 
-class FetchedSnapshots:
-    """What one worker fetched. ``fetch`` turns ``transport["object"]`` into the file's bytes."""
+def this_node() -> str:
+    """Ray's id of the node that this process runs on."""
+    import ray
 
-    def __init__(self, fetch: Callable[[Any], np.ndarray] = from_object_store) -> None:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+class FetchedSnapshots:
+    """What one worker holds. ``fetch`` turns ``transport["object"]`` into the file's bytes, ``node_id`` names this node
+    as ``transport["node_id"]`` names the learner's."""
+
+    def __init__(
+        self, fetch: Callable[[Any], np.ndarray] = from_object_store, node_id: Callable[[], str] = this_node
+    ) -> None:
         self._fetch = fetch
-        self._folder: Path | None = None
+        self._node_id = node_id
+        self._held: Path | None = None
 
     def path(self, snapshot: WeightSnapshot) -> Path:
-        """Path of the snapshot on this node.
+        """Path of the snapshot on this node; one that was fetched stays until the next call or ``close``.
 
         Raises:
-            FileNotFoundError: it is not here and carries no object to fetch it from. What ``fetch`` raises.
+            FileNotFoundError: it is not here and carries no object to fetch it from, or the learner, whose node this
+                is, has removed it. What ``fetch`` raises.
         """
-        path = snapshot.path
-        if path.exists():
-            return path
+        if snapshot.path.exists():
+            return snapshot.path
         if "object" not in snapshot.transport:
-            raise FileNotFoundError(f"snapshot {path} is not on this node and carries no object to fetch it from")
-        content = self._fetch(snapshot.transport["object"])
-        if self._folder is None:
-            remove_stale_snapshots(path.parent)
-        self._folder = path.parent
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Workers of one node may fetch at once: each writes its own file, the rename is atomic and they are the same.
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        content.tofile(partial)
-        partial.replace(path)
-        # An older version that a neighbour still reads stays readable to it: only its name goes.
-        for older in path.parent.glob("v*.safetensors"):
-            if older != path:
-                older.unlink(missing_ok=True)
-        for abandoned in path.parent.glob(".v*.safetensors.*"):
-            if not _alive(int(abandoned.suffix[1:])):
-                abandoned.unlink(missing_ok=True)
-        return path
+            raise FileNotFoundError(
+                f"snapshot {snapshot.path} is not on this node and carries no object to fetch it from"
+            )
+        learners_node = snapshot.transport.get("node_id")
+        if learners_node is not None and learners_node == self._node_id():
+            raise FileNotFoundError(f"snapshot {snapshot.path} is no longer on the learner's node, which this is")
+        folder = snapshot.path.parent / "fetched"
+        own = folder / f"{snapshot.path.name}.{id(self):x}.{os.getpid()}"
+        if own != self._held:
+            self._take(folder / snapshot.path.name, own, snapshot.transport["object"])
+            previous, self._held = self._held, own
+            if previous is not None:
+                previous.unlink(missing_ok=True)
+            _remove_unheld(folder)
+        return own
+
+    def _take(self, shared: Path, own: Path, reference: Any) -> None:
+        """Make ``own`` a name of the file that a neighbour fetched already, or fetch it and let neighbours have it."""
+        own.unlink(missing_ok=True)
+        try:
+            os.link(shared, own)
+        except FileNotFoundError:
+            content = self._fetch(reference)
+            if self._held is None:
+                remove_stale_snapshots(shared.parent.parent)
+            shared.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                content.tofile(own)
+            except BaseException:
+                own.unlink(missing_ok=True)
+                raise
+            # Workers of one node may fetch at once: the first one's is shared, they are the same.
+            with contextlib.suppress(FileExistsError):
+                os.link(own, shared)
 
     def close(self) -> None:
-        """Remove what was fetched; a neighbour that still needs it fetches it again."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        """Give up what is held; what a neighbour holds, or the learner put here, stays."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        held.unlink(missing_ok=True)
+        _remove_unheld(held.parent)
+        # Only folders that are empty go.
+        with contextlib.suppress(OSError):
+            held.parent.rmdir()
+            held.parent.parent.rmdir()
+
+
+def _remove_unheld(folder: Path) -> None:
+    """Remove what dead processes held in ``folder``, then the files that nobody holds."""
+    for held in folder.glob("v*.safetensors.*"):
+        if not _alive(int(held.suffix[1:])):
+            held.unlink(missing_ok=True)
+    for shared in folder.glob("v*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):
+            if shared.stat().st_nlink == 1:
+                shared.unlink()
 
 
 def _alive(pid: int) -> bool:

@@ -40,7 +40,8 @@ class MicroBatcher(Generic[Item, Result]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="micro-batcher")
 
     async def submit(self, items: Sequence[Item]) -> list[Result]:
-        """The results of ``items``, in their order. An error of ``run`` reaches the callers in that batch only."""
+        """The results of ``items``, in their order. An error of ``run`` reaches the callers in that batch only, any
+        other error everyone who waited with it."""
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Result]] = [loop.create_future() for _ in items]
         self._waiting.extend(zip(items, futures, strict=True))
@@ -52,8 +53,12 @@ class MicroBatcher(Generic[Item, Result]):
         while self._waiting:
             await asyncio.sleep(self._window_s)
             waiting, self._waiting = self._waiting, []
-            lengths = [self._length(item) for item, _ in waiting]
-            plan = forward_plan(lengths, ranks=1, micro_batch_tokens=self._batch_tokens, padding_share=1.0)
+            try:
+                lengths = [self._length(item) for item, _ in waiting]
+                plan = forward_plan(lengths, ranks=1, micro_batch_tokens=self._batch_tokens, padding_share=1.0)
+            except Exception as error:  # no batch is to blame: it belongs to every caller of this round
+                _fail(waiting, error)
+                continue
             for indices in plan.ranks[0]:
                 await self._run_batch([waiting[i] for i in indices])
 
@@ -69,10 +74,14 @@ class MicroBatcher(Generic[Item, Result]):
             if len(results) != len(wanted):
                 raise RuntimeError(f"{len(wanted)} items went into a batch and {len(results)} results came out")
         except Exception as error:  # whatever it is, it belongs to the callers of this batch
-            for _, future in wanted:
-                if not future.done():
-                    future.set_exception(error)
+            _fail(wanted, error)
             return
         for (_, future), result in zip(wanted, results, strict=True):
             if not future.done():
                 future.set_result(result)
+
+
+def _fail(waiting: Sequence[tuple[Item, asyncio.Future[Result]]], error: Exception) -> None:
+    for _, future in waiting:
+        if not future.done():
+            future.set_exception(error)

@@ -145,7 +145,8 @@ def last_token_scores(model: FrozenModel, batch: PaddedBatch) -> list[float]:
 def _call(name: str, function: ComponentFunction, prompt: Prompt, answer: Answer) -> _Value:
     try:
         return _Value(float(function(prompt, answer)))
-    except Exception as error:  # one answer that a user's function cannot judge must not end the run; it is counted
+    # One answer that a user's function cannot judge must not end the run, nor exit() in it the actor; it is counted.
+    except (Exception, SystemExit) as error:
         # The message is left out: it may quote the answer.
         logger.warning("reward function %r failed with %s; the answer is unscorable", name, type(error).__name__)
         return _Value(math.nan, "function_error")

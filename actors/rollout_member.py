@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from ray.exceptions import ObjectLostError
+
 from actors.engine_weights import UpdateTiming
 from actors.rollout_worker import INITIAL_VERSION, EngineDied, WorkerFenced
 from actors.supervisor import ActorMember, WorkerDied
@@ -50,7 +52,8 @@ class RolloutMember(ActorMember):
             raise WorkerDied(str(error)) from error
         except WorkerFailed as error:
             self.fenced = True
-            if isinstance(getattr(error.__cause__, "cause", None), FileNotFoundError):
+            # The object that carries the weights to other nodes dies with the learner that made it.
+            if isinstance(getattr(error.__cause__, "cause", None), (FileNotFoundError, ObjectLostError)):
                 raise SnapshotGone(str(error)) from error
             raise
         finally:

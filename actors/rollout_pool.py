@@ -260,6 +260,8 @@ class RolloutPool:
             except WorkerFailed as error:
                 failed[slot.index] = str(error)
                 slot.emit("fenced", str(error))
+            finally:
+                self._changes.tell()
 
         members = snapshot.transport.get("members", self._slots)
         up = [
@@ -335,7 +337,8 @@ class RolloutPool:
 
         New ones are started and brought to the newest version before they take requests. Those with the highest slots
         go: they take no more requests, finish what they run within ``drain_s`` (default ``rollout.timeout_s``), and
-        end; what still runs then fails as WorkerFailed and is issued again.
+        end; what still runs then fails as WorkerFailed and is issued again. A slot whose restarts are used up is no
+        worker: it goes first, and another worker takes its place.
 
         Raises:
             ValueError: fewer than one, or no room in the cluster.
@@ -344,15 +347,22 @@ class RolloutPool:
         if workers < 1:
             raise ValueError(f"a run needs at least 1 rollout worker; got {workers}")
         async with self._scaling:
+            exhausted = {index: slot for index, slot in self._slots.items() if slot.state == "exhausted"}
+            for index in exhausted:
+                del self._slots[index]
             before = sorted(self._slots)
+            try:
+                if workers > len(before):
+                    await self._add(workers - len(before))
+            except BaseException:
+                # They tell why workers are missing, and when none is left what began it.
+                self._slots |= exhausted
+                raise
             if workers == len(before):
                 return f"there are {workers} rollout workers already"
-            if workers > len(before):
-                await self._add(workers - len(before))
-            else:
-                leaving = before[workers:]
-                timeout_s = self._config.rollout.timeout_s if drain_s is None else drain_s
-                await asyncio.gather(*(self._remove(index, timeout_s) for index in leaving))
+            leaving = before[workers:]
+            timeout_s = self._config.rollout.timeout_s if drain_s is None else drain_s
+            await asyncio.gather(*(self._remove(index, timeout_s) for index in leaving))
             return f"{len(before)} -> {len(self._slots)} rollout workers"
 
     async def _add(self, count: int) -> None:
@@ -389,8 +399,14 @@ class RolloutPool:
             )
             if not drained:
                 log.warning("%s still worked after %g s when it was scaled away", slot.name, drain_s)
+            # An update has a deadline of its own. Who left a broadcast half way would stop the learner and the others.
+            await self._changes.until(
+                lambda: (worker := slot.serving) is None or not worker.updating, clock=self._clock
+            )
             await self._end(slot, "it was scaled away")
         finally:
+            # Whoever gave up waiting, too, leaves no worker behind that no slot knows.
+            await slot.end("it was scaled away")
             self._draining.discard(index)
             self._slots.pop(index, None)
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from actors.engine_arguments import (
-    checkpoint_weight_names,
+    checkpoint_weight_shapes,
     engine_arguments,
     engine_environment,
     neutral_sampling,
@@ -114,7 +114,7 @@ class RolloutWorker(Health):
             ValueError: no safetensors in the model folder. RuntimeError: the engine refused a setting.
         """
         os.environ.update(engine_environment(self._engine_config, self._device))
-        weight_names = checkpoint_weight_names(self._folder)
+        weight_shapes = checkpoint_weight_shapes(self._folder)
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -125,13 +125,12 @@ class RolloutWorker(Health):
         if mode != "processed_logprobs":
             raise RuntimeError(f"{self.name}: engine reports {mode}; training needs processed_logprobs")
         self._stop_ids = stop_token_ids(self._folder, getattr(self._engine.get_tokenizer(), "eos_token_id", None))
-        await self._engine.collective_rpc("end_with_parent")
         await self._engine.update_weight_version(str(INITIAL_VERSION))
         self._weights = EngineWeights(
             self._engine,
             name=self.name,
             index=self._index,
-            weight_names=weight_names,
+            weight_shapes=weight_shapes,
             dtype=self._dtype,
             publish=self._publish,
             tensor_parallel=self._engine_config.tensor_parallel,

@@ -156,7 +156,7 @@ class ScorerPool:
 
     def waits(self) -> list[Wait]:
         """Who waits for which scorer, for the watchdog."""
-        return [wait for kind in (self._rewards, self._references) for s in kind.alive() for wait in s.waits()]
+        return [*self._rewards.waits(), *self._references.waits()]
 
     async def dump_stacks(self) -> dict[str, str]:
         """Stacks of every scorer that is alive, by name."""

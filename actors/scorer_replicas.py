@@ -12,6 +12,7 @@ from typing import Any
 from actors.supervisor import ActorMember, WorkerDied, all_or_cancel
 from rlhf_cluster.clock import SystemClock
 from rlhf_cluster.supervision import Changes, Event, SupervisedSlot, SupervisionSettings, first_cause
+from rlhf_cluster.watchdog import Wait
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Replicas:
     Args:
         role: ``reward_scorer`` or ``reference_scorer``.
         create: makes the actor of one incarnation.
-        timeout_s: seconds of one call, and seconds to wait for a replica with room.
+        timeout_s: seconds of one call, and seconds to wait for a replica with room or for the turn to be repeated.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Replicas:
         self._changes = Changes()
         # A call that kills its scorer must not take others down with it again and again: repeats go one at a time.
         self._repeating = asyncio.Lock()
+        self._waiting: list[Wait] = []
+        """Calls that wait for their turn to be repeated."""
 
     async def start(self, timeout_s: float) -> None:
         """Create all replicas side by side and wait until each has loaded its model."""
@@ -108,7 +111,8 @@ class Replicas:
 
         Raises:
             WorkerDied: replicas died in each of ``attempts`` tries. WorkerFailed: the replica raised; not repeated.
-            TimeoutError: it did not answer, or none had room, in time. NoScorersLeft: none is up and none comes back.
+            TimeoutError: it did not answer, or none had room or a turn for it, in time. NoScorersLeft: none is up and
+                none comes back.
         """
         try:
             return await self._once(method, *args)
@@ -117,19 +121,34 @@ class Replicas:
         for number in range(self._retries.attempts - 1):
             await self._clock.sleep(self._retries.backoff_s * 2.0**number * self._rng.uniform(0.5, 1.5))
             log.warning("%s is repeated (%d of %d): %s", method, number + 2, self._retries.attempts, died)
-            async with self._repeating:
-                try:
-                    return await self._once(method, *args)
-                except WorkerDied as error:
-                    died = error
+            await self._turn_to_repeat(method)
+            try:
+                return await self._once(method, *args)
+            except WorkerDied as error:
+                died = error
+            finally:
+                self._repeating.release()
         raise died
+
+    async def _turn_to_repeat(self, method: str) -> None:
+        turn = Wait(f"a repeat of {method}", self._names(), self._clock.now())
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._repeating.acquire()
+        except TimeoutError:
+            raise TimeoutError(
+                f"{method} had no turn to be repeated within {self._timeout_s:g} s, others are repeated on "
+                f"{self._names()}"
+            ) from None
+        finally:
+            self._waiting.remove(turn)
 
     async def _once(self, method: str, *args: Any) -> tuple[str, Any]:
         if not await self._changes.until(
             lambda: self._free() is not None, clock=self._clock, timeout_s=self._timeout_s
         ):
-            names = ", ".join(slot.name for slot in self._slots)
-            raise TimeoutError(f"no scorer had room for {method} within {self._timeout_s:g} s: {names}")
+            raise TimeoutError(f"no scorer had room for {method} within {self._timeout_s:g} s: {self._names()}")
         scorer = self._free()
         assert scorer is not None
         scorer.in_flight += 1
@@ -155,6 +174,9 @@ class Replicas:
         free = [scorer for scorer in up if scorer.in_flight < self._retries.max_in_flight]
         return min(free, key=lambda scorer: scorer.in_flight, default=None)
 
+    def _names(self) -> str:
+        return ", ".join(slot.name for slot in self._slots)
+
     def members(self) -> list[_Scorer]:
         """The replicas that are up."""
         return [scorer for slot in self._slots if (scorer := slot.serving) is not None]
@@ -162,6 +184,10 @@ class Replicas:
     def alive(self) -> list[_Scorer]:
         """The replicas that are up or starting."""
         return [s for slot in self._slots if (s := slot.latest) is not None and s.life.cause is None]
+
+    def waits(self) -> list[Wait]:
+        """Who waits for which replica, or for the repeat before it on one of them."""
+        return [*self._waiting, *(wait for scorer in self.alive() for wait in scorer.waits())]
 
     async def close(self) -> None:
         """End every replica. Calls in flight fail."""

@@ -11,10 +11,7 @@ begin a new update after a failed ``update_weights`` but not after a failed ``fi
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import signal
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +29,6 @@ from rlhf_cluster.weight_manifest import WeightMismatch, check_names
 logger = logging.getLogger(__name__)
 
 BACKEND = "shared_memory"
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -165,14 +161,6 @@ class WeightReceiverExtension:
         finalize_layerwise_reload(engine.model, engine.model_config)
         engine.reset_weight_update_target()
         worker._weight_update_active = False
-
-    def end_with_parent(self) -> None:
-        """Have the kernel end this process when its parent dies, however suddenly (Linux; elsewhere nothing happens).
-
-        Without it a killed actor leaves its engine behind, with all its memory and nobody to ask it anything.
-        """
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _register(registry: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +32,19 @@ class SabotagedReceiver(WeightReceiverExtension):
 
     def flip_one_element(self, name: str) -> None:
         self._module(name).weight.data[3] *= -1
+
+    def break_next_load(self, after: int) -> None:
+        """Let the next load end in an error after so many tensors."""
+        worker: Any = self
+        model = worker.weight_transfer_engine.model
+        load = model.load_weights
+
+        def broken(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            model.load_weights = load
+            load(itertools.islice(weights, after))
+            raise RuntimeError("the load broke half way")
+
+        model.load_weights = broken
 
     def repack_tied_heads(self, repack: bool) -> None:
         weight_receiver.repack_tied_head = _REPACK if repack else _leave_the_head  # type: ignore[assignment]

@@ -95,12 +95,17 @@ def half_precision(tensors: dict[str, Any]) -> dict[str, Any]:
     return tensors | {NORM: tensors[NORM].bfloat16()}
 
 
+def turned_entry(entries: dict[str, Any]) -> dict[str, Any]:
+    return entries | {NORM: {**entries[NORM], "shape": [1, *entries[NORM]["shape"]]}}
+
+
 DAMAGE: dict[str, tuple[dict[str, Callable[..., Any]], str]] = {
     "missing_everywhere": ({"in_file": without_norm, "in_manifest": without_norm}, "1 names missing"),
     "renamed_everywhere": ({"in_file": renamed_norm, "in_manifest": renamed_norm}, "final_norm"),
     "missing_in_file": ({"in_file": without_norm}, "1 names missing"),
     "surplus_in_file": ({"in_file": lambda tensors: tensors | {"x": tensors[NORM].clone()}}, "1 unexpected"),
     "flipped_byte": ({"in_file": flipped_byte}, "checksum"),
+    "other_shape": ({"in_manifest": turned_entry}, r"announced as float32 \[1, 64\], the engine takes float32 \[64\]"),
     "other_dtype": ({"in_file": half_precision}, "bfloat16"),
 }
 
@@ -128,25 +133,16 @@ def test_a_damaged_update_fences_the_worker_until_a_complete_one(
 
 
 def test_a_load_that_breaks_half_way_is_healed_by_the_next_update(running, folders: list[Path], tmp_path: Path) -> None:
-    # Right names and checksums, wrong shape: the engine finds out only while it copies into the model.
     worker, runner = running
     served = worker.version
     good = folders[(served + 1) % 2]
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(good / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    wrong = dict(tensors) | {name: torch.zeros(64, 64)}
-    save_file(wrong, tmp_path / "wrong.safetensors")
-    (tmp_path / "as_model").mkdir()
-    save_file(wrong, tmp_path / "as_model" / "model.safetensors")
-    bad = snapshot_of(tmp_path / "as_model", tmp_path / "wrong.safetensors", served + 1)
+    bad = snapshot_of(good, tmp_path / "bad.safetensors", served + 1)
+    call_engine(running, "break_next_load", 10)
 
     async def generate_into_a_failing_update() -> None:
         generation = asyncio.ensure_future(worker.generate(request("cut", list(range(12)), max_new_tokens=500)))
         await started(worker, samples=6, tokens=5)
-        with pytest.raises(Exception, match="collective_rpc"):
+        with pytest.raises(Exception, match="the load broke half way"):
             await worker.update_weights(bad)
         with pytest.raises(WorkerFenced):
             await generation

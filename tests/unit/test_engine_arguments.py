@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from actors.engine_arguments import (
-    checkpoint_weight_names,
+    checkpoint_weight_shapes,
     engine_arguments,
     engine_environment,
     nccl_init_info,
@@ -103,20 +103,20 @@ def test_end_ids_without_any_file_are_the_tokenizers(tmp_path: Path) -> None:
     assert stop_token_ids(tmp_path, None) == []
 
 
-@pytest.mark.parametrize(("tied", "expected"), [(True, ["a"]), (False, ["a", "lm_head.weight"])])
+@pytest.mark.parametrize(("tied", "expected"), [(True, {"a": (2, 1)}), (False, {"a": (2, 1), "lm_head.weight": (1,)})])
 def test_expected_names_span_all_files_and_leave_out_a_tied_head(
-    tmp_path: Path, tied: bool, expected: list[str]
+    tmp_path: Path, tied: bool, expected: dict[str, tuple[int, ...]]
 ) -> None:
-    one = np.zeros(1, np.float32)
+    one, two = np.zeros(1, np.float32), np.zeros((2, 1), np.float32)
     (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
     save_file({"lm_head.weight": one}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"a": one, "layer.rotary_emb.inv_freq": one}, tmp_path / "model-00002-of-00002.safetensors")
-    assert checkpoint_weight_names(tmp_path) == expected
+    save_file({"a": two, "layer.rotary_emb.inv_freq": one}, tmp_path / "model-00002-of-00002.safetensors")
+    assert checkpoint_weight_shapes(tmp_path) == expected
 
 
 def test_a_folder_without_safetensors_is_refused_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no \*\.safetensors; save the model with save_pretrained"):
-        checkpoint_weight_names(tmp_path)
+        checkpoint_weight_shapes(tmp_path)
 
 
 def test_nccl_ranks_follow_the_learners_rank_in_slot_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -58,6 +59,10 @@ def _one_thread():
 def fails_on_request(prompt, answer, finish_reason):
     if "fail" in answer:
         raise RuntimeError(f"cannot judge {answer}")
+    if "exit" in answer:
+        sys.exit(answer)
+    if "stop" in answer:
+        raise KeyboardInterrupt
     return math.nan if "nan" in answer else 1.0
 
 
@@ -200,6 +205,19 @@ async def test_a_failing_function_gives_nan_with_a_reason_and_no_text_in_the_log
 
 
 @async_test
+async def test_a_function_that_exits_is_one_that_fails(policy):
+    judge = {"name": "judge", "kind": "function", "function": f"{__name__}:fails_on_request"}
+    (reply,) = await scorer(policy, None, judge).score(QUESTION, [answer(policy, "exit")])
+    assert reply.reason == "function_error"
+
+
+def test_an_interrupt_in_a_function_ends_the_process_that_was_interrupted(policy):
+    judge = {"name": "judge", "kind": "function", "function": f"{__name__}:fails_on_request"}
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(scorer(policy, None, judge).score(QUESTION, [answer(policy, "stop")]))
+
+
+@async_test
 async def test_function_rewards_see_the_text_without_the_sampled_end_token(policy):
     seen = {"name": "seen", "kind": "function", "function": f"{__name__}:length_of_text"}
     truncated = answer(policy, "abc", finish_reason="length")
@@ -300,6 +318,16 @@ async def test_an_error_reaches_only_the_callers_of_its_batch_and_later_work_goe
     bad, good = await asyncio.gather(batcher.submit([9]), batcher.submit([1, 2]), return_exceptions=True)
     assert str(bad) == "nine" and good == [1, 2]
     assert await batcher.submit([5]) == [5]
+
+
+@async_test
+async def test_an_item_that_cannot_be_measured_fails_everyone_who_waits_with_it_and_later_work_goes_on():
+    batcher = MicroBatcher(list, length=len, batch_tokens=9, window_s=0.0)
+    calls = [asyncio.create_task(batcher.submit([item])) for item in ("abc", 7)]
+    done, pending = await asyncio.wait(calls, timeout=1)
+    assert not pending
+    assert all("has no len" in str(call.exception()) for call in done)
+    assert await batcher.submit(["abc"]) == ["abc"]
 
 
 @async_test

@@ -31,7 +31,7 @@ class SlowWeights(EngineWeights):
             StandIn(),
             name="rollout worker 2",
             index=2,
-            weight_names=[],
+            weight_shapes={},
             dtype="float32",
             publish=PublishConfig(),
             tensor_parallel=1,
