@@ -2,9 +2,9 @@
 
     WeightSnapshot -> check bytes | pause -> load (-> compare every copy) -> resume | (probe log-probs)
 
-In every ``publish.verify_every``-th update, the first of an engine and the one after a failure, all copies that the
-engine computes with are compared to the snapshot, and its log-probs of fixed ids to the learner's. Versions and fences
-are the worker's. vLLM is imported inside methods only.
+In every ``publish.verify_every``-th update, the first of an engine, the one after a failure and that of a restored
+learner, all copies that the engine computes with are compared to the snapshot, and its log-probs of fixed ids to the
+learner's. Versions and fences are the worker's. vLLM is imported inside methods only.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class EngineWeights:
             WeightMismatch, ProbeFailed, or what the engine raised: ``abandon`` is to follow.
         """
         begun = time.monotonic()
-        due = self._since_verified is None or self._since_verified + 1 >= self.publish.verify_every
+        asked = snapshot.manifest.get("verify", False) or self._since_verified is None
+        due = asked or (self._since_verified or 0) + 1 >= self.publish.verify_every
         update = await self._prepare_transfer(snapshot)
         paused_at = time.monotonic()
         await self._apply(update, snapshot.version)

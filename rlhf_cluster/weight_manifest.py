@@ -1,8 +1,9 @@
 """What the learner promises about a weight snapshot and an engine checks before it serves it.
 
 A snapshot is one safetensors file; its manifest is ``{"version": int, "tensors": {name: {"dtype", "shape", "crc32"}}}``
-with dtypes spelt as torch spells them ("bfloat16"), and ``"probe"`` (``diagnosis.logprob_probe``). The manifest of a
-broadcast has no checksums: its bytes never lie in host memory. No torch here: learner and actors share this file and
+with dtypes spelt as torch spells them ("bfloat16"), ``"probe"`` (``diagnosis.logprob_probe``), and ``"verify": true``
+when engines must verify what they then hold whether or not that is due. The manifest of a broadcast has no checksums:
+its bytes never lie in host memory. No torch here: learner and actors share this file and
 nothing else.
 """
 

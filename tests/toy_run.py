@@ -99,7 +99,9 @@ class ToyWorkers(FakeWorkers):
         return await super().generate(worker, request)
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
-        append(self._log, published=snapshot.version, weights=snapshot.manifest["trained"], pid=os.getpid())
+        verify = snapshot.manifest.get("verify", False)
+        weights = snapshot.manifest["trained"]
+        append(self._log, published=snapshot.version, weights=weights, verify=verify, pid=os.getpid())
         await self._phases.enter(f"publication of {snapshot.version}")
         return await super().publish(snapshot)
 

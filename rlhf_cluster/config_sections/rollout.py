@@ -57,8 +57,8 @@ class PublishConfig(Section):
     verify_every: PositiveInt = Field(
         10,
         description="Publications from one verification of everything an engine computes with (packed and tied copies "
-        "to the bit, and the log-prob probe) to the next. The first of a worker, and the one after a failed update, is "
-        "verified in any case; the bytes of a snapshot are checked every time.",
+        "to the bit, and the log-prob probe) to the next. The first of a worker, the one after a failed update and "
+        "that of a restored learner are verified in any case; the bytes of a snapshot are checked every time.",
     )
     probe_tolerance_nats: Positive | None = Field(
         None,

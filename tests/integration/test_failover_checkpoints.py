@@ -88,6 +88,8 @@ def test_a_run_that_lost_its_learner_more_often_than_a_prompt_may_fail_goes_on(t
     driver = Driver(tmp_path / "out.txt", toy_run.train, config, None, False, change)
     assert driver.end(30) == 0, driver.output
     assert "time 3 of at most 3" in driver.output
+    verified = [event["published"] for event in toy_run.events(config) if event.get("verify")]
+    assert len(verified) == 3, "each set of restored weights, and nothing else"
 
 
 def test_a_learner_lost_too_often_ends_the_run_with_the_first_loss(tmp_path: Path) -> None:

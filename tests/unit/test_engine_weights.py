@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,19 @@ async def test_what_runs_is_aborted_also_when_a_failed_update_cannot_be_abandone
     with pytest.raises(RuntimeError, match="update_weights failed"):
         await worker(engine).update_weights(snapshot(tmp_path, 1, a=torch.ones(2), b=torch.ones(2)))
     assert engine.asked[-2:] == ["abandon_weight_update", "pause_generation abort"]
+
+
+@async_test
+async def test_weights_of_a_restored_learner_are_verified_out_of_turn_and_the_turn_starts_again(tmp_path: Path) -> None:
+    engine = Engine()
+    serving = worker(engine)
+    verified = []
+    for version in range(1, 14):
+        update = snapshot(tmp_path, version, a=torch.ones(2), b=torch.ones(2))
+        if version == 3:
+            update = replace(update, manifest={**update.manifest, "verify": True})
+        await serving.update_weights(update)
+        if "verify_weights" in engine.asked:
+            verified.append(version)
+        engine.asked.clear()
+    assert verified == [1, 3, 13], "the first, the restored learner's, and ten after that"
