@@ -23,6 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+from ray.exceptions import (
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
 
 from learner.host_memory import return_freed_memory
 from learner.spec import LearnerSpec
@@ -37,6 +46,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The process is gone, whatever took it: only some of these are Ray's errors about actors.
+_DEATHS = (
+    RayActorError,
+    WorkerCrashedError,
+    OutOfMemoryError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    ActorUnschedulableError,
+    RuntimeEnvSetupError,
+)
 # When one rank fails its peers fail too, on the broken connection, and may be heard first.
 _SECONDS_FOR_OTHER_FAILURES = 3.0
 _PEER_FAILURE_MARKS = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "ProcessGroup")
@@ -440,12 +459,12 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
     errors = {rank: error for rank, task in tasks.items() if task.done() and (error := task.exception()) is not None}
 
     def weight(item: tuple[int, BaseException]) -> int:
-        if isinstance(item[1], ray.exceptions.RayActorError):
+        if isinstance(item[1], _DEATHS):
             return 0
         return 2 if any(mark in str(item[1]) for mark in _PEER_FAILURE_MARKS) else 1
 
     rank, error = min(errors.items(), key=weight)
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, _DEATHS):
         failure: LearnerFailed = LearnerDied(f"learner rank {rank} failed in {method!r}: {death_cause(error)}")
     else:
         # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
