@@ -73,6 +73,10 @@ class LearnerDied(LearnerFailed, LearnerLost):
     """The process of a learner rank is gone."""
 
 
+class LearnerDisconnected(LearnerFailed, LearnerLost):
+    """Ranks lost the connection to a peer, and nobody says why: Ray may notice the death of a node much later."""
+
+
 class LearnerStalled(LearnerFailed, LearnerLost):
     """No rank ran a micro-batch for ``learner.stall_timeout_s``."""
 
@@ -461,14 +465,30 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
     def weight(item: tuple[int, BaseException]) -> int:
         if isinstance(item[1], _DEATHS):
             return 0
-        return 2 if any(mark in str(item[1]) for mark in _PEER_FAILURE_MARKS) else 1
+        return 2 if _is_broken_connection(item[1]) else 1
 
     rank, error = min(errors.items(), key=weight)
+    raised = _raised(error)
     if isinstance(error, _DEATHS):
         failure: LearnerFailed = LearnerDied(f"learner rank {rank} failed in {method!r}: {death_cause(error)}")
+    elif _is_broken_connection(error):
+        silent = [rank for rank, task in tasks.items() if not task.done()]
+        others = f", rank {silent} says nothing" if silent else ""
+        failure = LearnerDisconnected(
+            f"learner rank {sorted(errors)} lost the connection to a peer in {method!r}{others}: "
+            f"{type(raised).__name__}: {raised}"
+        )
     else:
-        # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
-        raised = getattr(error, "cause", None) or error
         failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
     failure.__cause__ = error
     return failure
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    # Not the text of ``error``: the traceback in it names gloo and NCCL in whatever torch.distributed raises.
+    return any(mark in str(_raised(error)) for mark in _PEER_FAILURE_MARKS)
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What the rank raised; Ray wraps it in a message with the whole remote traceback."""
+    return getattr(error, "cause", None) or error

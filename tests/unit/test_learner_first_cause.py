@@ -13,11 +13,12 @@ from ray.exceptions import (
     LocalRayletDiedError,
     NodeDiedError,
     OutOfMemoryError,
+    RayTaskError,
     RuntimeEnvSetupError,
     WorkerCrashedError,
 )
 
-from learner.learner_group import LearnerDied, LearnerFailed, _first_cause
+from learner.learner_group import LearnerDied, LearnerDisconnected, LearnerFailed, _first_cause
 from rlhf_cluster.protocols import LearnerLost
 
 BROKEN = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]")
@@ -43,7 +44,11 @@ def first_cause(errors: Sequence[BaseException | None]) -> LearnerFailed:
         ([BROKEN, ValueError("a batch for version 7")], "learner rank 1 failed in 'train': ValueError"),
         ([ValueError("a batch for version 7"), BROKEN], "learner rank 0 failed in 'train': ValueError"),
         ([BROKEN, ValueError("odd"), ActorDiedError()], "learner rank 2 failed in 'train': ActorDiedError"),
-        ([BROKEN, None], "learner rank 0 failed in 'train': RuntimeError"),
+        ([BROKEN, BROKEN], "learner rank [0, 1] lost the connection to a peer in 'train': RuntimeError"),
+        (
+            [BROKEN, None],
+            "learner rank [0] lost the connection to a peer in 'train', rank [1] says nothing: RuntimeError",
+        ),
     ],
 )
 def test_a_dead_process_then_an_own_error_explain_a_broken_connection(
@@ -72,3 +77,19 @@ def test_a_learner_whose_process_is_gone_is_to_be_rebuilt_whatever_ray_calls_the
     failure = first_cause([BROKEN, death])
     assert isinstance(failure, LearnerDied) and isinstance(failure, LearnerLost)
     assert str(failure).startswith(f"learner rank 1 failed in 'train': {type(death).__name__}")
+
+
+@pytest.mark.parametrize("errors", [[BROKEN, None], [BROKEN, BROKEN]])
+def test_ranks_that_only_say_that_a_peer_is_gone_are_to_be_rebuilt_before_ray_tells_of_the_death(
+    errors: list[BaseException | None],
+) -> None:
+    failure = first_cause(errors)
+    assert isinstance(failure, LearnerDisconnected) and isinstance(failure, LearnerLost)
+
+
+def test_an_own_error_is_no_broken_connection_for_what_its_traceback_names() -> None:
+    raised = ValueError("the batch has no tokens")
+    error = RayTaskError("train", "File torch/distributed/ProcessGroup ... gloo", raised)
+    failure = first_cause([BROKEN, error.as_instanceof_cause()])
+    assert str(failure) == "learner rank 1 failed in 'train': ValueError: the batch has no tokens"
+    assert not isinstance(failure, LearnerLost)
