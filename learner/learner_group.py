@@ -348,13 +348,15 @@ class LearnerGroup:
         """The answers of ``call``, unless no rank runs a micro-batch for ``learner.stall_timeout_s``."""
         answer = asyncio.ensure_future(call)
         stall_s = self._spec.learner.stall_timeout_s
-        seen, since = -1, asyncio.get_running_loop().time()
+        seen: dict[int, int] = {}
+        since = asyncio.get_running_loop().time()
         try:
             while not (await asyncio.wait([answer], timeout=min(_POLL_S, stall_s / 4)))[0]:
                 now = asyncio.get_running_loop().time()
-                done = await self._progress()
-                if done != seen:
-                    seen, since = done, now
+                # A rank that does not answer now stands where it last was.
+                current = seen | await self._progress()
+                if current != seen:
+                    seen, since = current, now
                 elif now - since > stall_s and not answer.done():
                     for name, stacks in (await self.dump_stacks()).items():
                         logger.error("%s ran no micro-batch for %g s; its stacks:\n%s", name, stall_s, stacks)
@@ -367,13 +369,15 @@ class LearnerGroup:
         finally:
             answer.cancel()
 
-    async def _progress(self) -> int:
-        """Micro-batches run by all ranks that answer at once; one that does not has made no progress."""
+    async def _progress(self) -> dict[int, int]:
+        """Rank -> micro-batches it has run, of those that answer at once."""
         answers = [asyncio.ensure_future(_value(actor.progress.remote())) for actor in self._actors]
-        done, silent = await asyncio.wait(answers, timeout=_POLL_S)
+        _, silent = await asyncio.wait(answers, timeout=_POLL_S)
         for task in silent:
             task.cancel()
-        return sum(task.result() for task in done if task.exception() is None)
+        return {
+            rank: task.result() for rank, task in enumerate(answers) if task not in silent and task.exception() is None
+        }
 
     async def dump_stacks(self) -> dict[str, str]:
         """ "learner rank 0" -> what its threads do, or why it does not say, within ``_POLL_S``."""
