@@ -347,17 +347,21 @@ class LearnerGroup:
     async def _watched(self, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """The answers of ``call``, unless no rank runs a micro-batch for ``learner.stall_timeout_s``."""
         answer = asyncio.ensure_future(call)
+        clock = asyncio.get_running_loop().time
         stall_s = self._spec.learner.stall_timeout_s
+        look_s = min(_POLL_S, stall_s / 4)
         seen: dict[int, int] = {}
-        since = asyncio.get_running_loop().time()
+        idle_s = 0.0
         try:
-            while not (await asyncio.wait([answer], timeout=min(_POLL_S, stall_s / 4)))[0]:
-                now = asyncio.get_running_loop().time()
+            while not (await asyncio.wait([answer], timeout=look_s))[0]:
+                asked = clock()
                 # A rank that does not answer now stands where it last was.
-                current = seen | await self._progress()
+                current = seen | await self._progress(look_s)
+                # A machine that was frozen, and every rank on it, has not watched: one look counts what it may take.
+                idle_s += look_s + min(clock() - asked, look_s)
                 if current != seen:
-                    seen, since = current, now
-                elif now - since > stall_s and not answer.done():
+                    seen, idle_s = current, 0.0
+                elif idle_s > stall_s and not answer.done():
                     for name, stacks in (await self.dump_stacks()).items():
                         logger.error("%s ran no micro-batch for %g s; its stacks:\n%s", name, stall_s, stacks)
                     ranks = list(range(len(self._actors)))
@@ -369,10 +373,10 @@ class LearnerGroup:
         finally:
             answer.cancel()
 
-    async def _progress(self) -> dict[int, int]:
-        """Rank -> micro-batches it has run, of those that answer at once."""
+    async def _progress(self, timeout_s: float) -> dict[int, int]:
+        """Rank -> micro-batches it has run, of those that answer within ``timeout_s``."""
         answers = [asyncio.ensure_future(_value(actor.progress.remote())) for actor in self._actors]
-        _, silent = await asyncio.wait(answers, timeout=_POLL_S)
+        _, silent = await asyncio.wait(answers, timeout=timeout_s)
         for task in silent:
             task.cancel()
         return {

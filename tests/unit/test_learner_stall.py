@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -73,3 +74,25 @@ async def test_a_step_goes_on_while_one_rank_moves_and_the_others_say_nothing() 
         return "done"
 
     assert await watched(step(), moving, Rank(lambda look: False)) == "done"
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@async_test
+async def test_the_time_in_which_the_whole_machine_was_frozen_is_no_stall(silent: bool) -> None:
+    rank = Rank(lambda look: not silent or look < 3)
+
+    async def step() -> str:
+        await asyncio.sleep(STALL_S / 4)
+        time.sleep(3 * STALL_S)
+        await asyncio.sleep(STALL_S / 4)
+        return "done"
+
+    assert await watched(step(), rank) == "done"
+
+
+@async_test
+async def test_a_stall_is_noticed_hardly_later_than_configured() -> None:
+    started = time.monotonic()
+    with pytest.raises(LearnerStalled):
+        await watched(asyncio.Event().wait(), Rank(), Rank(lambda look: False))
+    assert time.monotonic() - started < 3 * STALL_S
