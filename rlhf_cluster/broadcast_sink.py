@@ -88,6 +88,8 @@ class BroadcastSink:
         self._transport: Mapping[str, Any] = {}
         self._one_at_a_time = asyncio.Lock()
         self._readmitting: asyncio.Task[None] | None = None
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
         """Run the workers' updates and the learner's broadcast side by side.
@@ -98,15 +100,34 @@ class BroadcastSink:
             SenderLost: naming every party that failed or missed its deadline. Or what says that no worker is left.
         """
         self.stop_readmitting()
+        self._failed.clear()
         report = await self._held(snapshot)
         self._readmitting = asyncio.ensure_future(self._readmit(snapshot))
-        self._readmitting.add_done_callback(_log_failure)
+        self._readmitting.add_done_callback(self._note_failure)
         return report
 
     def stop_readmitting(self) -> None:
         """Begin no broadcast to workers that come back before the next ``publish`` is over."""
         if self._readmitting is not None:
             self._readmitting.cancel()
+
+    async def watch(self) -> None:
+        """Returns never: raises what ended a broadcast between two publications, which no ``publish`` can raise.
+
+        Every worker is fenced then, so that no batch may form and nobody come to the learner that is lost.
+
+        Raises:
+            LearnerLost: as ``SenderLost`` of ``publish``. Or what says that no worker is left.
+        """
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _note_failure(self, readmitting: asyncio.Task[None]) -> None:
+        if not readmitting.cancelled() and (error := readmitting.exception()) is not None:
+            log.warning("broadcasting the newest version again for workers that came back: %s", error)
+            self._failure = error
+            self._failed.set()
 
     def _held(self, snapshot: WeightSnapshot) -> asyncio.Future[PublishReport]:
         """The publication, which the learner waits for from now on."""
@@ -172,11 +193,6 @@ class BroadcastSink:
         finally:
             for side in sides:
                 side.cancel()
-
-
-def _log_failure(readmitting: asyncio.Task[None]) -> None:
-    if not readmitting.cancelled() and (error := readmitting.exception()) is not None:
-        log.warning("broadcasting the newest version again for workers that came back: %s", error)
 
 
 def _failure(version: int, causes: Sequence[str]) -> SenderLost:

@@ -337,3 +337,35 @@ async def test_nothing_is_broadcast_again_by_a_sink_that_was_told_to_stop() -> N
     world.comes_back(1, incarnation=2)
     await settle()
     assert world.broadcasts == [(1, 101)]
+
+
+async def sink_whose_readmission_failed(world: World) -> BroadcastSink:
+    """Version 1 is published and cannot be sent again to worker 0, which came back."""
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    del world.alive[0]
+    world.learner_error = RuntimeError("learner rank 0 failed in 'broadcast': NCCL error")
+    world.comes_back(0, incarnation=2)
+    await asyncio.sleep(0.1)
+    return sink
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_a_sender_that_fails_between_two_publications_is_told_to_who_watches() -> None:
+    world = World(workers=1)
+    sink = await sink_whose_readmission_failed(world)
+    with pytest.raises(SenderLost, match="version 1 could not be broadcast: learner rank 0 failed in 'broadcast'"):
+        await asyncio.wait_for(sink.watch(), 5)
+    assert world.fenced == {0}, "no batch forms, so nobody else would come to the learner"
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_nobody_is_told_of_a_failure_again_when_the_rebuilt_learner_has_published() -> None:
+    world = World(workers=1)
+    sink = await sink_whose_readmission_failed(world)
+    world.learner_error = None
+    await sink.publish(world.next())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sink.watch(), 0.05)
