@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def _resume(rank: int, folder: Path, stage: int, dtype: str, **options: Any) -> 
     at_save = _all_weights(straight)
     straight.save(saved)
     went_on = straight.train(make_batch(1))
-    resumed = LearnerRank(spec, rank=rank, world_size=2)
+    # It is to train longer; its warm-up, which is not over, stays the one that it began.
+    resumed = LearnerRank(replace(spec, steps=10 * spec.steps), rank=rank, world_size=2)
     resumed.load(saved)
     loaded = _all_weights(resumed)
     again = resumed.train(make_batch(1))
@@ -198,6 +200,14 @@ def test_a_loaded_checkpoint_goes_on_exactly_as_the_run_that_wrote_it_whatever_i
 ) -> None:
     for rank in ranks:
         check_resumed(rank["resume"][case])
+
+
+def test_a_run_that_is_resumed_to_train_longer_keeps_its_warm_up(ranks: list[dict[str, Any]]) -> None:
+    for case in CHECKPOINTS:
+        straight, resumed = ranks[0]["resume"][case]["metrics"]
+        assert straight[:2] == resumed[:2]
+        # The mean of steps 3 and 4 of the 20 that were planned when it began.
+        assert resumed[0] == pytest.approx(1e-4 * 3.5 / 20)
 
 
 def check_resumed(run: dict[str, Any]) -> None:
