@@ -139,8 +139,13 @@ def load_engine(engine: TrainEngine, folder: Path) -> None:
     state = _state_folder(engine, folder)
     if not state.is_dir():
         raise FileNotFoundError(f"checkpoint {folder} has no {engine.name} state ({state})")
-    engine.deepspeed.checkpoint_engine = WeightsOnlyCheckpointEngine()
-    engine.deepspeed.load_checkpoint(str(state), tag=_TAG)
+    deepspeed = engine.deepspeed
+    deepspeed.checkpoint_engine = WeightsOnlyCheckpointEngine()
+    # A rank reads one file of known name; DeepSpeed's glob for it takes [ ] * ? in the name of a run for a pattern.
+    deepspeed._get_all_ckpt_names = lambda path, tag: [deepspeed._get_ckpt_name(path, tag)]
+    loaded, _ = deepspeed.load_checkpoint(str(state), tag=_TAG)
+    if loaded is None:
+        raise FileNotFoundError(f"checkpoint {folder}: DeepSpeed found no state of the {engine.name} in {state}")
 
 
 def save_json(path: Path, state: Mapping[str, Any]) -> None:

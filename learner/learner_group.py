@@ -23,6 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+from ray.exceptions import (
+    ActorUnschedulableError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RuntimeEnvSetupError,
+    WorkerCrashedError,
+)
 
 from learner.host_memory import return_freed_memory
 from learner.spec import LearnerSpec
@@ -37,6 +46,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The process is gone, whatever took it: only some of these are Ray's errors about actors.
+_DEATHS = (
+    RayActorError,
+    WorkerCrashedError,
+    OutOfMemoryError,
+    NodeDiedError,
+    LocalRayletDiedError,
+    ActorUnschedulableError,
+    RuntimeEnvSetupError,
+)
 # When one rank fails its peers fail too, on the broken connection, and may be heard first.
 _SECONDS_FOR_OTHER_FAILURES = 3.0
 _PEER_FAILURE_MARKS = ("Connection closed by peer", "Connection reset by peer", "gloo", "NCCL", "ProcessGroup")
@@ -52,6 +71,10 @@ class LearnerFailed(RuntimeError):
 
 class LearnerDied(LearnerFailed, LearnerLost):
     """The process of a learner rank is gone."""
+
+
+class LearnerDisconnected(LearnerFailed, LearnerLost):
+    """Ranks lost the connection to a peer, and nobody says why: Ray may notice the death of a node much later."""
 
 
 class LearnerStalled(LearnerFailed, LearnerLost):
@@ -324,15 +347,21 @@ class LearnerGroup:
     async def _watched(self, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """The answers of ``call``, unless no rank runs a micro-batch for ``learner.stall_timeout_s``."""
         answer = asyncio.ensure_future(call)
+        clock = asyncio.get_running_loop().time
         stall_s = self._spec.learner.stall_timeout_s
-        seen, since = -1, asyncio.get_running_loop().time()
+        look_s = min(_POLL_S, stall_s / 4)
+        seen: dict[int, int] = {}
+        idle_s = 0.0
         try:
-            while not (await asyncio.wait([answer], timeout=min(_POLL_S, stall_s / 4)))[0]:
-                now = asyncio.get_running_loop().time()
-                done = await self._progress()
-                if done != seen:
-                    seen, since = done, now
-                elif now - since > stall_s and not answer.done():
+            while not (await asyncio.wait([answer], timeout=look_s))[0]:
+                asked = clock()
+                # A rank that does not answer now stands where it last was.
+                current = seen | await self._progress(look_s)
+                # A machine that was frozen, and every rank on it, has not watched: one look counts what it may take.
+                idle_s += look_s + min(clock() - asked, look_s)
+                if current != seen:
+                    seen, idle_s = current, 0.0
+                elif idle_s > stall_s and not answer.done():
                     for name, stacks in (await self.dump_stacks()).items():
                         logger.error("%s ran no micro-batch for %g s; its stacks:\n%s", name, stall_s, stacks)
                     ranks = list(range(len(self._actors)))
@@ -344,13 +373,15 @@ class LearnerGroup:
         finally:
             answer.cancel()
 
-    async def _progress(self) -> int:
-        """Micro-batches run by all ranks that answer at once; one that does not has made no progress."""
+    async def _progress(self, timeout_s: float) -> dict[int, int]:
+        """Rank -> micro-batches it has run, of those that answer within ``timeout_s``."""
         answers = [asyncio.ensure_future(_value(actor.progress.remote())) for actor in self._actors]
-        done, silent = await asyncio.wait(answers, timeout=_POLL_S)
+        _, silent = await asyncio.wait(answers, timeout=timeout_s)
         for task in silent:
             task.cancel()
-        return sum(task.result() for task in done if task.exception() is None)
+        return {
+            rank: task.result() for rank, task in enumerate(answers) if task not in silent and task.exception() is None
+        }
 
     async def dump_stacks(self) -> dict[str, str]:
         """ "learner rank 0" -> what its threads do, or why it does not say, within ``_POLL_S``."""
@@ -440,16 +471,32 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
     errors = {rank: error for rank, task in tasks.items() if task.done() and (error := task.exception()) is not None}
 
     def weight(item: tuple[int, BaseException]) -> int:
-        if isinstance(item[1], ray.exceptions.RayActorError):
+        if isinstance(item[1], _DEATHS):
             return 0
-        return 2 if any(mark in str(item[1]) for mark in _PEER_FAILURE_MARKS) else 1
+        return 2 if _is_broken_connection(item[1]) else 1
 
     rank, error = min(errors.items(), key=weight)
-    if isinstance(error, ray.exceptions.RayActorError):
+    raised = _raised(error)
+    if isinstance(error, _DEATHS):
         failure: LearnerFailed = LearnerDied(f"learner rank {rank} failed in {method!r}: {death_cause(error)}")
+    elif _is_broken_connection(error):
+        silent = [rank for rank, task in tasks.items() if not task.done()]
+        others = f", rank {silent} says nothing" if silent else ""
+        failure = LearnerDisconnected(
+            f"learner rank {sorted(errors)} lost the connection to a peer in {method!r}{others}: "
+            f"{type(raised).__name__}: {raised}"
+        )
     else:
-        # Ray wraps what the rank raised in a message with the whole remote traceback; that one stays attached.
-        raised = getattr(error, "cause", None) or error
         failure = LearnerFailed(f"learner rank {rank} failed in {method!r}: {type(raised).__name__}: {raised}")
     failure.__cause__ = error
     return failure
+
+
+def _is_broken_connection(error: BaseException) -> bool:
+    # Not the text of ``error``: the traceback in it names gloo and NCCL in whatever torch.distributed raises.
+    return any(mark in str(_raised(error)) for mark in _PEER_FAILURE_MARKS)
+
+
+def _raised(error: BaseException) -> BaseException:
+    """What the rank raised; Ray wraps it in a message with the whole remote traceback."""
+    return getattr(error, "cause", None) or error

@@ -23,6 +23,14 @@ class Schedule:
     final_fraction: float = 0.0
     applied: int = 0
 
+    def go_on(self, applied: int, warmup_steps: int) -> None:
+        """Continue after ``applied`` steps of a run whose warm-up has ``warmup_steps``.
+
+        A plan of more steps would have a longer one, and begin it again.
+        """
+        self.applied = applied
+        self.warmup_steps = min(self.warmup_steps, warmup_steps)
+
     @property
     def next_lr(self) -> float:
         """The rate of the next step."""

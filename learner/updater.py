@@ -214,6 +214,8 @@ class Updater:
             "moments": self._moments.state_dict(),
             "kl": self._kl.state_dict(),
             "optimizer_steps": {trainer.engine.name: trainer.engine.schedule.applied for trainer in self.trainers},
+            "warmup_steps": {trainer.engine.name: trainer.engine.schedule.warmup_steps for trainer in self.trainers},
+            "planned_steps": self._spec.steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,7 +224,10 @@ class Updater:
         self._moments.load_state_dict(state["moments"])
         self._kl.load_state_dict(state["kl"])
         for trainer in self.trainers:
-            trainer.engine.schedule.applied = int(state["optimizer_steps"][trainer.engine.name])
+            name, schedule = trainer.engine.name, trainer.engine.schedule
+            # Older checkpoints do not say how long the warm-up is.
+            warmup_steps = int(state.get("warmup_steps", {}).get(name, schedule.warmup_steps))
+            schedule.go_on(int(state["optimizer_steps"][name]), warmup_steps)
 
     @property
     def trainers(self) -> list[Trainer]:

@@ -8,7 +8,8 @@ A collective needs every party and cannot be joined later, so it lives in a *tra
     a worker failed, not the sender -> it is fenced or replaced; the others serve; the next publication regroups
     the sender failed or hangs      -> all are fenced, those in the collective replaced; ``SenderLost``: the learner is
                                        rebuilt and meets a new group
-    a worker came back              -> it waits, fenced; if the learner does not train, its version is broadcast again
+    a worker came back              -> it waits, fenced; as soon as the learner does not train, and if that made no new
+                                       version, the version is broadcast again
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSink, WeightSnapshot
+from rlhf_cluster.clock import SystemClock
+from rlhf_cluster.protocols import Clock, LearnerLost, PublishReport, WeightSink, WeightSnapshot
 
 log = logging.getLogger(__name__)
 
 # Who failed first may be heard last: both sides notice at the same deadline.
 _SECONDS_FOR_THE_OTHER_SIDE = 3.0
+# How often a worker that waits asks whether the learner still trains, or whether those that refused were replaced.
+_LOOK_S = 1.0
 
 
 class SenderLost(LearnerLost):
@@ -74,15 +78,18 @@ class Sender(Protocol):
 class BroadcastSink:
     """Implements ``protocols.WeightSink``. ``timeout_s``: seconds for the sending; the workers have their own."""
 
-    def __init__(self, workers: Receivers, learner: Sender, *, timeout_s: float) -> None:
+    def __init__(self, workers: Receivers, learner: Sender, *, timeout_s: float, clock: Clock | None = None) -> None:
         self._workers = workers
         self._learner = learner
         self._timeout_s = timeout_s
+        self._clock = clock or SystemClock()
         self._members: Mapping[int, int] = {}
         """Slot -> incarnation in a group whose last broadcast succeeded; empty: the next one needs another."""
         self._transport: Mapping[str, Any] = {}
         self._one_at_a_time = asyncio.Lock()
         self._readmitting: asyncio.Task[None] | None = None
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
 
     async def publish(self, snapshot: WeightSnapshot) -> PublishReport:
         """Run the workers' updates and the learner's broadcast side by side.
@@ -93,9 +100,10 @@ class BroadcastSink:
             SenderLost: naming every party that failed or missed its deadline. Or what says that no worker is left.
         """
         self.stop_readmitting()
+        self._failed.clear()
         report = await self._held(snapshot)
         self._readmitting = asyncio.ensure_future(self._readmit(snapshot))
-        self._readmitting.add_done_callback(_log_failure)
+        self._readmitting.add_done_callback(self._note_failure)
         return report
 
     def stop_readmitting(self) -> None:
@@ -103,21 +111,46 @@ class BroadcastSink:
         if self._readmitting is not None:
             self._readmitting.cancel()
 
-    async def _held(self, snapshot: WeightSnapshot) -> PublishReport:
+    async def watch(self) -> None:
+        """Returns never: raises what ended a broadcast between two publications, which no ``publish`` can raise.
+
+        Every worker is fenced then, so that no batch may form and nobody come to the learner that is lost.
+
+        Raises:
+            LearnerLost: as ``SenderLost`` of ``publish``. Or what says that no worker is left.
+        """
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _note_failure(self, readmitting: asyncio.Task[None]) -> None:
+        if not readmitting.cancelled() and (error := readmitting.exception()) is not None:
+            log.warning("broadcasting the newest version again for workers that came back: %s", error)
+            self._failure = error
+            self._failed.set()
+
+    def _held(self, snapshot: WeightSnapshot) -> asyncio.Future[PublishReport]:
+        """The publication, which the learner waits for from now on."""
         publication = asyncio.ensure_future(self._until_applied(snapshot))
         self._learner.hold_for(publication)
-        return await publication
+        return publication
 
     async def _readmit(self, snapshot: WeightSnapshot) -> None:
-        """Broadcast the version again for workers that come back; the next publication takes over from here."""
+        """Broadcast the version again for workers that come back, until the learner has another; its publication takes
+        over from here."""
+        refused: Mapping[int, int] = {}
         while True:
             await self._workers.until_waiting()
-            if self._learner.training or self._learner.version != snapshot.version:
+            if self._learner.version != snapshot.version:
                 return
-            report = await asyncio.shield(asyncio.ensure_future(self._held(snapshot)))
+            members = dict(self._workers.receivers())
+            # The learner may skip its step and stay at the version. Workers that live and refused would refuse again.
+            if self._learner.training or members == refused:
+                await self._clock.sleep(_LOOK_S)
+                continue
+            report = await asyncio.shield(self._held(snapshot))
+            refused = members if report.failed else {}
             log.info("version %d was broadcast again: workers %s serve it", report.version, list(report.applied))
-            if report.failed:
-                return
 
     async def _until_applied(self, snapshot: WeightSnapshot) -> PublishReport:
         async with self._one_at_a_time:
@@ -160,11 +193,6 @@ class BroadcastSink:
         finally:
             for side in sides:
                 side.cancel()
-
-
-def _log_failure(readmitting: asyncio.Task[None]) -> None:
-    if not readmitting.cancelled() and (error := readmitting.exception()) is not None:
-        log.warning("broadcasting the newest version again for workers that came back: %s", error)
 
 
 def _failure(version: int, causes: Sequence[str]) -> SenderLost:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from rlhf_cluster.checkpoint_layout import checkpoint_layout, saved_layout
 from rlhf_cluster.config import Config
+
+log = logging.getLogger(__name__)
 
 
 class PreflightError(ValueError):
@@ -61,18 +64,39 @@ def check_run_folder(folder: Path, *, resume: str, has_checkpoint: bool) -> None
 
 
 def check_learner_layout(folder: Path, config: Config) -> None:
-    """The optimizer state of a checkpoint is cut for its number of ranks, ZeRO stage and dtype.
+    """The optimizer state of a checkpoint is cut for its number of ranks, ZeRO stage and dtype. A ``run.steps`` that
+    changes the learning rates of the steps to come is warned of.
 
     Raises:
         PreflightError: naming the setting, its saved value and the fix.
     """
-    saved = saved_layout(json.loads((folder / "learner.json").read_text(encoding="utf-8")))
+    state = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
+    saved = saved_layout(state)
     for key, value in checkpoint_layout(config.model, config.algorithm, config.learner).items():
         if saved.get(key, value) != value:
             raise PreflightError(
                 f"{key} is {value} but the checkpoint was saved with {saved[key]}, and its optimizer state is cut for "
                 f"that; set it as before, or start a new run from {folder / 'policy'}"
             )
+    # Older checkpoints do not say it.
+    planned = state.get("update", {}).get("planned_steps", config.run.steps)
+    if planned != config.run.steps and (decaying := _decaying(config)):
+        log.warning(
+            "run.steps is %d, the checkpoint was saved under %d: the decay (%s) is spread anew, so that the "
+            "learning rate jumps here",
+            config.run.steps,
+            planned,
+            ", ".join(decaying),
+        )
+
+
+def _decaying(config: Config) -> list[str]:
+    """Keys of the decays that hang on ``run.steps``."""
+    learner = config.learner
+    decays = {"learner.policy_decay": learner.policy_decay}
+    if config.algorithm.uses_critic:
+        decays["learner.critic_decay"] = learner.critic_decay
+    return [key for key, decay in decays.items() if decay != "constant"]
 
 
 def _model_config(key: str, folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from tests.distributed.learner_ranks import make_batch, make_spec, spawn_ranks
 from tests.fakes import RecordingBroadcast
 
 CHECKPOINTS = ((0, "bfloat16"), (1, "bfloat16"), (2, "float32"), (3, "bfloat16"), (3, "float32"))
+# A run may be called so; a glob would take it for a pattern that matches something else.
+RUN = "ppo[lr=1]*?"
 ADAPTED = ((1, "bfloat16"), (3, "float32"))
 
 
@@ -35,14 +38,15 @@ def _resume(rank: int, folder: Path, stage: int, dtype: str, **options: Any) -> 
     """Train, save, train; then load into a fresh learner and train again."""
     from learner.learner import LearnerRank
 
-    saved = folder / "-".join(map(str, ["checkpoint", stage, dtype, *options]))
+    saved = folder / RUN / "-".join(map(str, ["checkpoint", stage, dtype, *options]))
     spec = make_spec(folder, folder, dtype=dtype, zero_stage=stage, minibatches=2, warmup_fraction=1.0, **options)
     straight = LearnerRank(spec, rank=rank, world_size=2)
     straight.train(make_batch(0))
     at_save = _all_weights(straight)
     straight.save(saved)
     went_on = straight.train(make_batch(1))
-    resumed = LearnerRank(spec, rank=rank, world_size=2)
+    # It is to train longer; its warm-up, which is not over, stays the one that it began.
+    resumed = LearnerRank(replace(spec, steps=10 * spec.steps), rank=rank, world_size=2)
     resumed.load(saved)
     loaded = _all_weights(resumed)
     again = resumed.train(make_batch(1))
@@ -178,7 +182,7 @@ def _two_ranks(rank: int, folder: Path) -> dict[str, Any]:
 
     other = LearnerRank(make_spec(folder, folder, zero_stage=1), rank=rank, world_size=2)
     try:
-        other.load(folder / "checkpoint-2-float32")
+        other.load(folder / RUN / "checkpoint-2-float32")
     except ValueError as error:
         out["refused"] = str(error)
     other.close()
@@ -191,11 +195,19 @@ def ranks(models: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CHECKPOINTS, ids=str)
-def test_a_loaded_checkpoint_goes_on_exactly_as_the_run_that_wrote_it(
+def test_a_loaded_checkpoint_goes_on_exactly_as_the_run_that_wrote_it_whatever_its_name(
     ranks: list[dict[str, Any]], case: tuple[int, str]
 ) -> None:
     for rank in ranks:
         check_resumed(rank["resume"][case])
+
+
+def test_a_run_that_is_resumed_to_train_longer_keeps_its_warm_up(ranks: list[dict[str, Any]]) -> None:
+    for case in CHECKPOINTS:
+        straight, resumed = ranks[0]["resume"][case]["metrics"]
+        assert straight[:2] == resumed[:2]
+        # The mean of steps 3 and 4 of the 20 that were planned when it began.
+        assert resumed[0] == pytest.approx(1e-4 * 3.5 / 20)
 
 
 def check_resumed(run: dict[str, Any]) -> None:
@@ -222,7 +234,7 @@ def test_the_policy_folder_of_a_checkpoint_with_adapters_is_a_plain_model(
     ranks: list[dict[str, Any]], models: Path
 ) -> None:
     stage, dtype = ADAPTED[1]
-    (folder,) = models.glob(f"checkpoint-{stage}-{dtype}-lora*")
+    (folder,) = (models / RUN).glob(f"checkpoint-{stage}-{dtype}-lora*")
     saved = load_file(folder / "policy/model.safetensors")
     assert saved.keys() == load_file(models / "policy/model.safetensors").keys()
     at_save = ranks[0]["adapted"][(stage, dtype)]["at_save"]
@@ -234,7 +246,7 @@ def test_the_model_folders_of_a_checkpoint_hold_the_weights_and_the_tokenizer(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = models / "checkpoint-3-bfloat16" / "policy"
+    folder = models / RUN / "checkpoint-3-bfloat16" / "policy"
     at_save = ranks[0]["resume"][(3, "bfloat16")]["at_save"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     for name, weight in model.named_parameters():

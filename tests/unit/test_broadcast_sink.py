@@ -13,7 +13,7 @@ import pytest
 from rlhf_cluster import broadcast_sink
 from rlhf_cluster.broadcast_sink import BroadcastSink, SenderLost
 from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSnapshot
-from tests.unit.builders import async_test
+from tests.unit.builders import ManualClock, async_test
 
 
 class World:
@@ -161,6 +161,55 @@ async def test_a_worker_that_comes_back_while_the_learner_is_idle_gets_the_versi
 
 
 @async_test
+async def test_a_worker_that_comes_back_during_a_step_that_is_skipped_gets_the_version_after_it() -> None:
+    world, clock = World(workers=1), ManualClock()
+    sink = BroadcastSink(world, world, timeout_s=5, clock=clock)
+    await sink.publish(world.next())
+    del world.alive[0]
+    world.training = True
+    world.comes_back(0, incarnation=2)
+    await clock.advance(5)
+    assert world.broadcasts == [(1, 101)]
+    # No new version, so no publication.
+    world.training = False
+    await clock.advance(5)
+    assert (world.broadcasts, world.fenced) == ([(1, 101), (1, 102)], set())
+
+
+@async_test
+async def test_one_that_dies_as_it_is_taken_in_is_taken_in_when_it_is_back_again() -> None:
+    world, clock = World(workers=2), ManualClock()
+    sink = BroadcastSink(world, world, timeout_s=5, clock=clock)
+    await sink.publish(world.next())
+    del world.alive[0]
+    world.die = {0}
+    world.comes_back(0, incarnation=2)
+    await settle()
+    assert (world.broadcasts, world.alive) == ([(1, 101), (1, 102)], {1: 1})
+    world.comes_back(0, incarnation=3)
+    await clock.advance(5)
+    assert (world.broadcasts[2:], world.groups[-1], world.fenced) == ([(1, 103)], [0, 1], set())
+
+
+@async_test
+async def test_the_learner_is_held_from_the_moment_at_which_it_was_found_idle() -> None:
+    world = World(workers=1)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    waiting, held = world.until_waiting, []
+
+    async def until_waiting_as_a_step_is_about_to_begin() -> None:
+        await waiting()
+        asyncio.get_running_loop().call_soon(lambda: held.append(not world.publications[-1].done()))
+
+    world.until_waiting = until_waiting_as_a_step_is_about_to_begin  # type: ignore[method-assign]
+    await sink.publish(world.next())
+    del world.alive[0]
+    world.comes_back(0, incarnation=2)
+    await settle()
+    assert (world.broadcasts, held) == ([(1, 101), (1, 102)], [True])
+
+
+@async_test
 async def test_weights_that_were_trained_on_since_are_not_broadcast_as_the_version_before() -> None:
     world = World(workers=2)
     sink = BroadcastSink(world, world, timeout_s=5)
@@ -187,12 +236,13 @@ async def test_one_that_dies_in_the_broadcast_is_named_and_the_next_group_is_wit
 
 @async_test
 async def test_one_that_refuses_is_tried_once_more_in_a_new_group_and_then_waits_for_the_next_version() -> None:
-    world = World(workers=2)
-    sink = BroadcastSink(world, world, timeout_s=5)
+    world, clock = World(workers=2), ManualClock()
+    sink = BroadcastSink(world, world, timeout_s=5, clock=clock)
     world.refuse = {1}
     report = await sink.publish(world.next())
     assert (report.applied, dict(report.failed)) == ((0,), {1: "rollout worker 1 refused"})
     await settle()
+    await clock.advance(60)
     assert world.broadcasts == [(1, 101), (1, 102)]
     world.refuse = set()
     assert (await sink.publish(world.next())).applied == (0, 1)
@@ -287,3 +337,35 @@ async def test_nothing_is_broadcast_again_by_a_sink_that_was_told_to_stop() -> N
     world.comes_back(1, incarnation=2)
     await settle()
     assert world.broadcasts == [(1, 101)]
+
+
+async def sink_whose_readmission_failed(world: World) -> BroadcastSink:
+    """Version 1 is published and cannot be sent again to worker 0, which came back."""
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    del world.alive[0]
+    world.learner_error = RuntimeError("learner rank 0 failed in 'broadcast': NCCL error")
+    world.comes_back(0, incarnation=2)
+    await asyncio.sleep(0.1)
+    return sink
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_a_sender_that_fails_between_two_publications_is_told_to_who_watches() -> None:
+    world = World(workers=1)
+    sink = await sink_whose_readmission_failed(world)
+    with pytest.raises(SenderLost, match="version 1 could not be broadcast: learner rank 0 failed in 'broadcast'"):
+        await asyncio.wait_for(sink.watch(), 5)
+    assert world.fenced == {0}, "no batch forms, so nobody else would come to the learner"
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_nobody_is_told_of_a_failure_again_when_the_rebuilt_learner_has_published() -> None:
+    world = World(workers=1)
+    sink = await sink_whose_readmission_failed(world)
+    world.learner_error = None
+    await sink.publish(world.next())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sink.watch(), 0.05)

@@ -48,3 +48,17 @@ def test_a_skipped_step_does_not_advance_the_schedule() -> None:
 
 def test_a_run_that_is_all_warm_up_never_divides_by_zero() -> None:
     assert rates(4, warmup_steps=3, total_steps=3, decay="linear") == [8 / 3, 16 / 3, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("planned", [3, 6, 60])
+def test_a_warm_up_that_is_over_does_not_begin_again_whatever_is_planned_then(planned: int) -> None:
+    schedule = Schedule(8.0, warmup_steps=planned // 3, total_steps=planned)
+    schedule.go_on(applied=2, warmup_steps=2)
+    assert schedule.next_lr == 8.0
+
+
+def test_a_warm_up_in_progress_is_not_stretched_by_a_longer_plan_and_ends_within_a_shorter_one() -> None:
+    longer, shorter = (Schedule(8.0, warmup_steps=steps, total_steps=2 * steps) for steps in (40, 2))
+    for schedule in (longer, shorter):
+        schedule.go_on(applied=2, warmup_steps=4)
+    assert (longer.next_lr, shorter.next_lr) == (6.0, 8.0)

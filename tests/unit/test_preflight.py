@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhf_cluster.checkpoint_layout import checkpoint_layout
 from rlhf_cluster.config import Config
 from rlhf_cluster.config_io import load_config
 from rlhf_cluster.diagnosis.preflight import PreflightError, check_learner_layout, check_model_folders, check_run_folder
@@ -84,6 +85,33 @@ def test_evaluations_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     folder = RunFolder.open(config_for(tmp_path), resume="auto")
     path = folder.write_evaluation("before", {"answers": []})
     assert path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("planned", "overrides", "warned"),
+    [
+        (30, ["learner.policy_decay=cosine"], "run.steps is 300, the checkpoint was saved under 30"),
+        (30, ["learner.critic_decay=linear"], "the decay (learner.critic_decay) is spread anew"),
+        (30, [], None),
+        (300, ["learner.policy_decay=cosine"], None),
+        (None, ["learner.policy_decay=cosine"], None),
+    ],
+)
+def test_other_run_steps_are_warned_of_when_a_learning_rate_decays_over_them(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    planned: int | None,
+    overrides: list[str],
+    warned: str | None,
+) -> None:
+    config = config_for(tmp_path, "run.steps=300", *overrides)
+    state = {
+        "layout": checkpoint_layout(config.model, config.algorithm, config.learner),
+        "update": {} if planned is None else {"planned_steps": planned},
+    }
+    (tmp_path / "learner.json").write_text(json.dumps(state))
+    check_learner_layout(tmp_path, config)
+    assert warned in caplog.text if warned else caplog.text == ""
 
 
 def test_a_checkpoint_of_another_layout_is_refused_by_key_before_anything_starts(tmp_path: Path) -> None:
