@@ -179,7 +179,10 @@ class TrainingRun:
                 signals.on_first = controller.stop
                 self._view.phase("training")
                 await run_beside(
-                    controller.run(), self._control(fleet).serve(), self._watchdog(fleet, controller).run()
+                    controller.run(),
+                    self._control(fleet).serve(),
+                    self._watchdog(fleet, controller).run(),
+                    fleet.watch(),
                 )
                 self._view.phase("saving")
                 await self._save(fleet, controller.step)
