@@ -290,7 +290,9 @@ class CheckpointWriter:
     async def _on_disk(self, work: Callable[[], T]) -> T:
         """``work`` in a thread, for ``wait_s`` at most: a hung disk must not stop the event loop of the run."""
         try:
-            return await asyncio.wait_for(in_disk_thread(work), self._wait_s)
+            # Before Python 3.12 wait_for drops a cancellation that comes with the answer: a run that is to end goes on.
+            async with asyncio.timeout(self._wait_s):
+                return await in_disk_thread(work)
         except TimeoutError:
             raise OSError(errno.EIO, f"the disk under {self._root} did not answer within {self._wait_s:g} s") from None
 

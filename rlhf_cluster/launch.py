@@ -168,6 +168,12 @@ class Fleet:
         for task in wanted:
             task.result()
 
+    async def watch(self) -> None:
+        """Returns never; raises what no call of the control loop would tell (``BroadcastSink.watch``)."""
+        if isinstance(self.sink, BroadcastSink):
+            await self.sink.watch()
+        await asyncio.Event().wait()
+
     def waits(self) -> list[Wait]:
         """Who waits for which worker or scorer, for the watchdog."""
         return [*self.pool.waits(), *self.scorers.waits()]

@@ -201,7 +201,10 @@ class TrainingRun:
                 signals.on_first = controller.stop
                 self._view.phase("training")
                 await run_beside(
-                    controller.run(), self._control(fleet).serve(), self._watchdog(fleet, controller).run()
+                    controller.run(),
+                    self._control(fleet).serve(),
+                    self._watchdog(fleet, controller).run(),
+                    fleet.watch(),
                 )
                 self._view.phase("saving")
                 await self._save(fleet, controller.step)
@@ -310,7 +313,8 @@ class TrainingRun:
 
         root, patience = self._folder.checkpoints, self._config.checkpoint.save_timeout_s
         try:
-            found = await asyncio.wait_for(in_disk_thread(look), patience)
+            async with asyncio.timeout(patience):
+                found = await in_disk_thread(look)
         except TimeoutError:
             raise RunFailed(
                 f"the disk did not list the checkpoints in {root} within {patience:g} s (checkpoint.save_timeout_s)"

@@ -174,6 +174,9 @@ class ToyFleet:
     async def ready(self, *names: str) -> None:
         await self.phases.enter("start-up")
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     def waits(self) -> list[Any]:
         return []
 

@@ -130,6 +130,9 @@ class ExactFleet:
             self.pool = self.sink = DeterministicWorker(self._folder, slots=self._slots)
             self.pool.scale = None
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     def waits(self) -> list[Any]:
         return []
 

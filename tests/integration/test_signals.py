@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -14,7 +15,7 @@ import pytest
 
 from rlhf_cluster.checkpoint_set import newest_checkpoint, sets, step_of, verify
 from rlhf_cluster.config import Config
-from rlhf_cluster.protocols import PublishReport, WeightSnapshot
+from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSnapshot, WorkerSlot
 from rlhf_cluster.types import TrainBatch, UpdateResult
 from tests import toy_run
 from tests.driver_process import Driver, live_members
@@ -174,6 +175,37 @@ def test_a_learner_that_dies_in_the_last_save_is_rebuilt_trains_what_is_missing_
     assert checkpoint is not None
     trained = json.loads((checkpoint / "learner" / "learner.json").read_text())["trained"]
     assert len(trained) == len(set(trained)) == 16
+
+
+def sending_fails_between_two_publications(fleet: ToyFleet) -> None:
+    """Once, while every worker is fenced: nobody generates, so nothing is trained until the learner is rebuilt."""
+    lost = asyncio.Event()
+    choose, restart = fleet.pool.choose, fleet.learner.restart
+
+    def choose_until_lost() -> WorkerSlot | None:
+        if fleet.learner.version < 2:
+            return choose()
+        lost.set()
+        return None
+
+    async def watch() -> None:
+        await lost.wait()
+        raise LearnerLost("version 2 could not be broadcast: learner rank 0 failed in 'broadcast'")
+
+    async def restart_and_go_on(*, version: int) -> None:
+        fleet.pool.choose, fleet.watch = choose, asyncio.Event().wait  # type: ignore[method-assign,assignment]
+        await restart(version=version)
+
+    fleet.pool.choose, fleet.watch = choose_until_lost, watch  # type: ignore[method-assign]
+    fleet.learner.restart = restart_and_go_on  # type: ignore[method-assign]
+
+
+def test_a_learner_that_is_lost_while_nobody_calls_it_is_rebuilt(folder: Path) -> None:
+    config = config_of(folder, "unsent")
+    driver = Driver(folder / "unsent.txt", toy_run.train, config, None, False, sending_fails_between_two_publications)
+    assert driver.end(20) == 0, driver.output
+    assert "the learner is lost (version 2 could not be broadcast" in driver.output
+    assert newest_step(config) == 4
 
 
 def learner_dies_at_first(call: str, fleet: ToyFleet) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlhf_cluster import checkpoint_writer
 from rlhf_cluster.checkpoint_files import Files, disk_error
 from rlhf_cluster.checkpoint_retention import Retention, prune
 from rlhf_cluster.checkpoint_set import clear_leftovers, newest_checkpoint, read_manifest, sets, step_folder, verify
@@ -571,3 +572,24 @@ def test_a_power_loss_at_any_operation_leaves_a_complete_set(tmp_path: Path, num
     assert holds_step(newest, step)
     renamed = ("rename", step_folder(tmp_path, 2)) in files.operations[:number]
     assert step == (2 if renamed else 1)
+
+
+@pytest.mark.parametrize("turns", range(4))
+@async_test
+async def test_a_cancellation_that_comes_with_the_disks_answer_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    answer = asyncio.get_running_loop().create_future()
+
+    async def in_thread(work: Any) -> Any:
+        return await answer
+
+    monkeypatch.setattr(checkpoint_writer, "_in_thread", in_thread)
+    saving = asyncio.ensure_future(writer_of(tmp_path).save(1, state_of(1), tensors_of(1)))
+    await asyncio.sleep(0.01)
+    answer.set_result(True)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    still_saving = saving.cancel()
+    await asyncio.wait([saving])
+    assert saving.cancelled() == still_saving
