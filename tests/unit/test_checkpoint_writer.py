@@ -584,7 +584,7 @@ async def test_a_cancellation_that_comes_with_the_disks_answer_is_not_lost(
     async def in_thread(work: Any) -> Any:
         return await answer
 
-    monkeypatch.setattr(checkpoint_writer, "_in_thread", in_thread)
+    monkeypatch.setattr(checkpoint_writer, "in_disk_thread", in_thread)
     saving = asyncio.ensure_future(writer_of(tmp_path).save(1, state_of(1), tensors_of(1)))
     await asyncio.sleep(0.01)
     answer.set_result(True)
