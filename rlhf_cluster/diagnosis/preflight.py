@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 from pathlib import Path
@@ -30,6 +31,11 @@ def check_model_folders(config: Config) -> None:
         "model.critic": config.model.critic,
     }
     configs = {key: _model_config(key, Path(folder)) for key, folder in folders.items() if folder is not None}
+    if glob.escape(config.model.policy) != config.model.policy:
+        raise PreflightError(
+            f"model.policy: vLLM takes [, * and ? in {config.model.policy} for a pattern and finds no weights; rename "
+            "the folder, or give a link to it"
+        )
     policy = configs["model.policy"]
     reference = configs.get("model.reference", policy)
     if policy.get("vocab_size") != reference.get("vocab_size"):

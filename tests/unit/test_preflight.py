@@ -38,6 +38,13 @@ def test_a_missing_model_folder_is_named_with_its_key(tmp_path: Path) -> None:
         check_model_folders(config_for(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["lr=[1]", "policy*", "policy?"])
+def test_a_policy_in_a_folder_that_vllm_takes_for_a_pattern_is_refused(tmp_path: Path, name: str) -> None:
+    model_folder(tmp_path / "reward")
+    with pytest.raises(PreflightError, match=r"model\.policy: vLLM takes .* for a pattern"):
+        check_model_folders(config_for(tmp_path, f"model.policy={model_folder(tmp_path / name)}"))
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_folder_without_config_or_weights_is_refused(tmp_path: Path, missing: str) -> None:
     model_folder(tmp_path / "reward")
