@@ -13,17 +13,14 @@ from typing import Any
 
 from rlhf_cluster import run_state
 from rlhf_cluster.beside import run_beside
-from rlhf_cluster.checkpoint_retention import BestBy, Retention, sort_out
-from rlhf_cluster.checkpoint_set import Survey, set_aside, step_of, survey
-from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
+from rlhf_cluster.checkpoint_writer import CheckpointFailed, SaveReport
 from rlhf_cluster.clock import SystemClock
-from rlhf_cluster.config import CheckpointConfig, Config
+from rlhf_cluster.config import Config
 from rlhf_cluster.control import ControlServer, scale_handler
 from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.diagnosis.preflight import PreflightError, check_learner_layout
 from rlhf_cluster.diagnosis.self_check import SelfCheckFailed
-from rlhf_cluster.disk_thread import in_disk_thread
 from rlhf_cluster.ending import Signals
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.fleet import Fleet
@@ -33,6 +30,7 @@ from rlhf_cluster.metrics.samples import SampleWriter
 from rlhf_cluster.model_fingerprint import fingerprint
 from rlhf_cluster.protocols import LearnerLost
 from rlhf_cluster.published_version import PublishedVersion
+from rlhf_cluster.run_checkpoints import RunCheckpoints
 from rlhf_cluster.run_checks import RunChecks
 from rlhf_cluster.run_folder import PUBLISHED_VERSION, RunFolder
 from rlhf_cluster.run_sinks import open_recorder
@@ -62,21 +60,15 @@ class TrainingRun:
             group_deadline_s=config.queue.group_deadline_s,
         )
         self._fleet: Fleet | None = None
-        self._saved_step = 0
         self._saved: dict[str, Any] | None = None
         self._reference = fingerprint(Path(config.model.reference_path))
         self._learner_restarts = 0
-        # The cursor's frontier of each set that a rebuilt learner may go back to: below them all no prompt comes again.
-        self._frontiers: dict[int, int] = {}
         try:
             self._published = PublishedVersion(folder.path / PUBLISHED_VERSION, fresh=folder.checkpoint is None)
         except ValueError as error:
             raise PreflightError(str(error)) from None
-        self._writer = CheckpointWriter(
-            folder.checkpoints,
-            retention=_retention(config.checkpoint),
-            wait_s=config.checkpoint.save_timeout_s,
-            on_report=self._checkpoint_reported,
+        self._checkpoints = RunCheckpoints(
+            folder.checkpoints, config.checkpoint, forget=self._forget, on_report=self._checkpoint_reported
         )
 
     def read_checkpoint(self) -> None:
@@ -98,10 +90,8 @@ class TrainingRun:
                     "start a new run"
                 )
             version = self._published.above(int(self._saved["queue"]["learner_version"]))
-            self._saved_step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue, version=version)
-            self._writer.go_back(self._saved_step)
-            stay = sort_out(checkpoint.parent, _retention(self._config.checkpoint), newest=self._saved_step).stay
-            self._forget({step_of(folder): run_state.frontier(folder) for folder in stay})
+            step = run_state.restore(self._saved, cursor=self._cursor, queue=self._queue, version=version)
+            self._checkpoints.resumed_from(step)
         except PreflightError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -131,7 +121,7 @@ class TrainingRun:
                 try:
                     # A set in the making is worth its last seconds; whatever ended the run stays the first cause.
                     with contextlib.suppress(CheckpointFailed):
-                        await self._writer.finish(timeout_s=0.0 if signals.expired else _SECONDS_FOR_THE_LAST_SET)
+                        await self._checkpoints.finish(timeout_s=0.0 if signals.expired else _SECONDS_FOR_THE_LAST_SET)
                 finally:
                     await _close(fleet)
 
@@ -163,7 +153,7 @@ class TrainingRun:
         # The engines hold the base weights: nothing may be sampled before they hold those of the checkpoint.
         if fleet.learner.version > 0:
             await self._publish_restored(fleet)
-        return self._saved_step
+        return self._checkpoints.saved_step
 
     async def _verify_start(self, fleet: Fleet) -> None:
         """Every worker must hold the learner's version 0, to the bit, before anything is sampled for training."""
@@ -208,7 +198,7 @@ class TrainingRun:
                 )
                 self._view.phase("saving")
                 await self._save(fleet, controller.step)
-                await self._writer.finish()
+                await self._checkpoints.finish()
                 return controller
             except (CheckpointFailed, SelfCheckFailed):
                 raise
@@ -281,8 +271,11 @@ class TrainingRun:
         self._view.phase("rebuilding the learner")
         await fleet.ready("rollout workers", "scorers")
         with contextlib.suppress(CheckpointFailed):
-            await self._writer.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
-        newest = await self._newest_set()
+            await self._checkpoints.finish(timeout_s=_SECONDS_FOR_THE_LAST_SET)
+        try:
+            newest = await self._checkpoints.newest()
+        except CheckpointFailed as error:
+            raise RunFailed(f"the learner cannot be rebuilt: {error}") from None
         version = max(self._queue.learner_version, self._published.highest) + 1
         self._queue.fail_over(version)
         self._cursor = PromptCursor(self._inputs.train, seed=self._config.run.seed)
@@ -293,35 +286,9 @@ class TrainingRun:
             self._cursor.load_state_dict(saved["cursor"], outstanding=())
             await fleet.learner.load(newest / run_state.LEARNER, version=version)
             step = int(saved["step"])
-        self._saved_step = step
-        self._writer.go_back(step)
+        self._checkpoints.go_back(step)
         await self._publish_restored(fleet)
         return step
-
-    async def _newest_set(self) -> Path | None:
-        """What a rebuilt learner goes on from; damaged sets that are newer are set aside.
-
-        Raises:
-            RunFailed: the disk does not answer, or there are sets and none can be used.
-        """
-
-        def look() -> Survey:
-            found = survey(root)
-            for folder in () if found.all_lost else found.damaged:
-                log.warning("%s becomes %s", folder, set_aside(folder).name)
-            return found
-
-        root, patience = self._folder.checkpoints, self._config.checkpoint.save_timeout_s
-        try:
-            async with asyncio.timeout(patience):
-                found = await in_disk_thread(look)
-        except TimeoutError:
-            raise RunFailed(
-                f"the disk did not list the checkpoints in {root} within {patience:g} s (checkpoint.save_timeout_s)"
-            ) from None
-        if found.all_lost:
-            raise RunFailed(f"the learner cannot be rebuilt: no checkpoint can be used: {dict(found.damaged)}")
-        return found.newest
 
     def _controller(self, fleet: Fleet, step: int, on_batch: Callable[[int, TrainBatch], None] | None) -> Controller:
         config = self._config
@@ -365,34 +332,27 @@ class TrainingRun:
         stack.callback(writer.close)
         return writer.write
 
-    def _forget(self, frontiers: dict[int, int]) -> None:
-        """Drop the attempts of prompts that no set issues again; ``frontiers`` are the cursor's of those that stay."""
-        self._frontiers = frontiers
-        oldest, cursor = min(frontiers.values()), self._cursor
-        self._queue.forget(lambda group_id: cursor.passed(group_id, oldest))
-
     async def _save(self, fleet: Fleet, step: int) -> None:
-        if step == self._saved_step:
+        if step == self._checkpoints.saved_step:
             return
         state = run_state.snapshot(
             step, cursor=self._cursor, queue=self._queue, recorder=self._recorder, reference=self._reference
         )
-        self._saved_step = step
-        self._frontiers[step] = state["cursor"]["frontier"]
         best = self._config.checkpoint.best_metric
         metric = None if best is None else self._recorder.last(best)
         if best is not None and metric is None:
             self._view.message(f"checkpoint.best_metric {best} is not in the newest row of metrics.jsonl")
-        await self._writer.save(step, state, fleet.learner.save, metric=metric)
+        await self._checkpoints.save(step, state, fleet.learner.save, metric=metric)
+
+    def _forget(self, frontier: int) -> None:
+        cursor = self._cursor
+        self._queue.forget(lambda group_id: cursor.passed(group_id, frontier))
 
     def _checkpoint_reported(self, report: SaveReport) -> None:
         self._recorder.checkpoint(saved=report.path is not None, blocked_s=report.blocked_s)
         if report.path is None:
-            # The run's end tries this step again.
-            self._saved_step = -1
             self._view.message(f"checkpoint of step {report.step} FAILED: {report.error}")
             return
-        self._forget({step: self._frontiers.get(step, 0) for step in report.stay})
         self._view.message(
             f"checkpoint {report.path} ({report.bytes / 2**20:.0f} MiB in {report.total_s:.1f} s, of which training "
             f"waited {report.blocked_s:.1f} s)"
@@ -405,8 +365,3 @@ async def _close(fleet: Fleet) -> None:
         await fleet.close()
     except Exception as error:
         log.warning("closing: %s: %s", type(error).__name__, error)
-
-
-def _retention(config: CheckpointConfig) -> Retention:
-    best = None if config.best_metric is None else BestBy(config.best_metric, highest=config.best_is == "highest")
-    return Retention(config.keep_last, best)
