@@ -75,6 +75,8 @@ class RolloutPool:
         self._capacity = max(1, engine.max_num_seqs // config.rollout.samples_per_prompt)
         self._clock = SystemClock()
         self._slots: dict[int, SupervisedSlot[RolloutMember]] = {}
+        self._incarnations: dict[int, int] = {}
+        """How many there were in slots that were given up."""
         self._draining: set[int] = set()
         self._newest: WeightSnapshot | None = None
         self._changes = Changes()
@@ -112,7 +114,7 @@ class RolloutPool:
             )
             return RolloutMember(f"rollout worker {index}", incarnation, handle, self._bring_up)
 
-        return SupervisedSlot(
+        slot = SupervisedSlot(
             ROLE,
             index,
             create,
@@ -122,6 +124,8 @@ class RolloutPool:
             rng=random.Random(),
             on_event=self._happened,
         )
+        slot.incarnation = self._incarnations.get(index, 0)
+        return slot
 
     async def _bring_up(self, worker: RolloutMember) -> None:
         """Start the engine, then apply the newest version; until then the worker is fenced, so nothing is routed to it.
@@ -349,14 +353,14 @@ class RolloutPool:
         async with self._scaling:
             exhausted = {index: slot for index, slot in self._slots.items() if slot.state == "exhausted"}
             for index in exhausted:
-                del self._slots[index]
+                self._drop(index)
             before = sorted(self._slots)
             try:
                 if workers > len(before):
                     await self._add(workers - len(before))
             except BaseException:
                 # They tell why workers are missing, and when none is left what began it.
-                self._slots |= exhausted
+                self._slots = exhausted | self._slots
                 raise
             if workers == len(before):
                 return f"there are {workers} rollout workers already"
@@ -383,7 +387,7 @@ class RolloutPool:
         except BaseException:
             for index, slot in added.items():
                 await slot.end("another new worker did not start")
-                del self._slots[index]
+                self._drop(index)
             raise
         for slot in added.values():
             slot.supervise()
@@ -408,7 +412,12 @@ class RolloutPool:
             # Whoever gave up waiting, too, leaves no worker behind that no slot knows.
             await slot.end("it was scaled away")
             self._draining.discard(index)
-            self._slots.pop(index, None)
+            self._drop(index)
+
+    def _drop(self, index: int) -> None:
+        """Give the slot up. Who gets its number later is no incarnation that there was."""
+        if (slot := self._slots.pop(index, None)) is not None:
+            self._incarnations[index] = slot.incarnation
 
     async def close(self) -> None:
         """Stop the engines, then end the actors. Requests in flight fail."""

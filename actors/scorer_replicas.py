@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.supervisor import ActorMember, WorkerDied, all_or_cancel
 from rlhf_cluster.clock import SystemClock
+from rlhf_cluster.protocols import ScorersBusy
 from rlhf_cluster.supervision import Changes, Event, SupervisedSlot, SupervisionSettings, first_cause
 from rlhf_cluster.watchdog import Wait
 
@@ -111,8 +112,8 @@ class Replicas:
 
         Raises:
             WorkerDied: replicas died in each of ``attempts`` tries. WorkerFailed: the replica raised; not repeated.
-            TimeoutError: it did not answer, or none had room or a turn for it, in time. NoScorersLeft: none is up and
-                none comes back.
+            TimeoutError: it did not answer in time. ScorersBusy: none had room or a turn for it in time.
+            NoScorersLeft: none is up and none comes back.
         """
         try:
             return await self._once(method, *args)
@@ -137,7 +138,7 @@ class Replicas:
             async with asyncio.timeout(self._timeout_s):
                 await self._repeating.acquire()
         except TimeoutError:
-            raise TimeoutError(
+            raise ScorersBusy(
                 f"{method} had no turn to be repeated within {self._timeout_s:g} s, others are repeated on "
                 f"{self._names()}"
             ) from None
@@ -148,7 +149,7 @@ class Replicas:
         if not await self._changes.until(
             lambda: self._free() is not None, clock=self._clock, timeout_s=self._timeout_s
         ):
-            raise TimeoutError(f"no scorer had room for {method} within {self._timeout_s:g} s: {self._names()}")
+            raise ScorersBusy(f"no scorer had room for {method} within {self._timeout_s:g} s: {self._names()}")
         scorer = self._free()
         assert scorer is not None
         scorer.in_flight += 1

@@ -479,7 +479,8 @@ def _first_cause(tasks: Mapping[int, asyncio.Future[Any]], method: str) -> Learn
     raised = _raised(error)
     if isinstance(error, _DEATHS):
         failure: LearnerFailed = LearnerDied(f"learner rank {rank} failed in {method!r}: {death_cause(error)}")
-    elif _is_broken_connection(error):
+    elif _is_broken_connection(error) and method != "setup":
+        # While ranks meet, a backend that refuses its settings says the same words.
         silent = [rank for rank, task in tasks.items() if not task.done()]
         others = f", rank {silent} says nothing" if silent else ""
         failure = LearnerDisconnected(

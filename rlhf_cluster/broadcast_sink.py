@@ -168,9 +168,15 @@ class BroadcastSink:
         usable = members == self._members and snapshot.transport == self._transport
         # A broadcast that anything breaks off, a cancellation too, may leave a party in the middle of a collective.
         self._members = {}
-        if not usable:
+        while not usable:
             self._transport = await self._learner.regroup(sorted(members))
             log.info("transfer group of workers %s, for version %d", sorted(members), snapshot.version)
+            # One may have died or been scaled away meanwhile.
+            formed, members = members, dict(self._workers.receivers())
+            while not members:
+                await self._workers.until_waiting()
+                members = dict(self._workers.receivers())
+            usable = members == formed
         snapshot = replace(snapshot, transport=self._transport)
         sending = asyncio.ensure_future(self._learner.broadcast(snapshot.version, timeout_s=self._timeout_s))
         receiving = asyncio.ensure_future(self._workers.publish(snapshot))

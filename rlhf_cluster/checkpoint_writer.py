@@ -126,6 +126,7 @@ class CheckpointWriter:
         self._left: Path | None = None
         self._newest: Path | None = None
         self._durable_step = 0
+        self._pasts = 0
         self.saved = 0
         self.failed = 0
         self.late = 0
@@ -134,6 +135,12 @@ class CheckpointWriter:
         """The run goes on from the set of ``step``, or from the start when that is 0; no later save is missed."""
         self._durable_step = step
         self._failure, self._failed_step = None, 0
+        self._pasts += 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in progress, also one that nobody waits for any more."""
+        return self._running is not None and not self._running.done()
 
     async def save(
         self,
@@ -233,7 +240,7 @@ class CheckpointWriter:
     async def _complete(self, partial: Path, text: str, begun: Manifest, clock: _Stopwatch) -> None:
         """``begun`` is the manifest without its files."""
         self._clock = clock
-        abandon = self._abandon
+        abandon, past = self._abandon, self._pasts
         try:
             manifest = await in_disk_thread(lambda: self._make_set(partial, text, begun, abandon))
             sorted_out = await in_disk_thread(lambda: sort_out(self._root, self._retention, newest=begun.step))
@@ -249,6 +256,10 @@ class CheckpointWriter:
             if self._tolerate(begun.step, error, clock):
                 return
             raise
+        if past != self._pasts:
+            folder = step_folder(self._root, begun.step)
+            log.warning("%s came too late, the run went back before it; it becomes %s", folder, _aside(folder))
+            return
         self.saved += 1
         if begun.step >= self._failed_step:
             self._failure = None

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -76,9 +77,11 @@ class ControlServer:
         for path in self._folder.iterdir():
             if _REQUEST.fullmatch(path.name):
                 try:
-                    found.append((path.lstat().st_mtime, path))
+                    status = path.lstat()
                 except FileNotFoundError:
                     continue
+                if not stat.S_ISDIR(status.st_mode):
+                    found.append((status.st_mtime, path))
         return [path for _, path in sorted(found)]
 
     async def _answer(self, path: Path) -> None:

@@ -42,6 +42,7 @@ from rlhf_cluster.protocols import (
     Learner,
     RolloutRequest,
     Scorer,
+    ScorersBusy,
     WeightSink,
     WeightSnapshot,
     WorkerFailed,
@@ -292,9 +293,11 @@ class Controller:
         try:
             members = await self._scorer.score(generated.dispatch.issue.prompt, generated.rollouts)
         except (WorkerFailed, TimeoutError) as error:
-            if attempt.group_id not in self._unscored:
+            busy = isinstance(error, ScorersBusy)
+            if busy or attempt.group_id not in self._unscored:
                 # Another answer may be scorable, and another scorer in time.
-                self._unscored.add(attempt.group_id)
+                if not busy:
+                    self._unscored.add(attempt.group_id)
                 self._issue_again(attempt, f"scorer: {error}")
                 return
             log.warning("group %s is left out, it could not be scored again: %s", attempt.group_id, error)
@@ -368,14 +371,17 @@ class Controller:
                 continue
             snapshot = await self._learner.snapshot()
             self._close(batch, result.version)
-            await self._finish_publication()
+            try:
+                await self._finish_publication()
+            finally:
+                # Whatever ends the run here, the step is done and may be saved.
+                self._recorder.queue_state(self._queue)
+                self._recorder.workers(self._generator.status())
+                self._recorder.close_step(result.version, self.step)
             self._publication = asyncio.create_task(self._publish(snapshot), name="publish")
             self._publication.add_done_callback(self._note_failure)
             # A publication that needs the learner (a broadcast) must have claimed it before a save or the next batch.
             await asyncio.sleep(0)
-            self._recorder.queue_state(self._queue)
-            self._recorder.workers(self._generator.status())
-            self._recorder.close_step(result.version, self.step)
             # Before the publication is waited for: with max_staleness 0 nothing of the next version is out yet.
             if self._after_step is not None:
                 await self._after_step(self.step)

@@ -56,6 +56,10 @@ class WorkerFailed(RuntimeError):
     """A worker or scorer died or answered with an error; its attempts are to be re-issued."""
 
 
+class ScorersBusy(TimeoutError):
+    """No scorer took the call in time, which says nothing about what was to be scored."""
+
+
 class LearnerLost(RuntimeError):
     """A learner rank died or hangs: the group is to be rebuilt and goes on from the newest checkpoint."""
 

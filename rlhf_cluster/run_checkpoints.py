@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from rlhf_cluster import run_state
 from rlhf_cluster.checkpoint_retention import BestBy, Retention, sort_out
-from rlhf_cluster.checkpoint_set import Survey, set_aside, step_of, survey
+from rlhf_cluster.checkpoint_set import Survey, clear_leftovers, set_aside, step_of, survey
 from rlhf_cluster.checkpoint_writer import CheckpointFailed, CheckpointWriter, SaveReport
 from rlhf_cluster.config import CheckpointConfig
 from rlhf_cluster.disk_thread import in_disk_thread
@@ -96,6 +97,13 @@ class RunCheckpoints:
             raise CheckpointFailed(f"no checkpoint can be used: {dict(found.damaged)}")
         return found.newest
 
+    async def clear(self) -> None:
+        """Delete what a save that was broken off left, once nobody writes into it any more."""
+        if not self._writer.busy:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._patience_s):
+                    await in_disk_thread(lambda: clear_leftovers(self._root))
+
     def _look(self) -> Survey:
         found = survey(self._root)
         for folder in () if found.all_lost else found.damaged:
@@ -107,7 +115,10 @@ class RunCheckpoints:
             # The run's end tries this step again.
             self.saved_step = -1
         else:
+            # A later save may have begun, and wait for this one.
+            begun = {step: frontier for step, frontier in self._frontiers.items() if step > report.step}
             self._know({step: self._frontiers.get(step, 0) for step in report.stay})
+            self._frontiers |= begun
         self._on_report(report)
 
     def _know(self, frontiers: dict[int, int]) -> None:

@@ -63,6 +63,7 @@ class TrainingRun:
         self._saved: dict[str, Any] | None = None
         self._reference = fingerprint(Path(config.model.reference_path))
         self._learner_restarts = 0
+        self._baseline_due = config.evaluation is not None and folder.checkpoint is None
         try:
             self._published = PublishedVersion(folder.path / PUBLISHED_VERSION, fresh=folder.checkpoint is None)
         except ValueError as error:
@@ -131,17 +132,22 @@ class TrainingRun:
         A fresh run samples its baseline while the learner is still loading: all hold the same folder as version 0.
         """
         if self._folder.checkpoint is None or self._saved is None:
-            if self._config.evaluation is not None:
+            if self._baseline_due:
                 await fleet.ready("rollout workers", "scorers")
-                self._view.phase("evaluating the untrained policy")
-                await self._checks.evaluate("before")
+                await self._baseline()
             await fleet.ready("rollout workers", "scorers", "learner")
             await self._verify_start(fleet)
             step = 0
         else:
             step = await self._resume(fleet, self._folder.checkpoint, self._saved)
-        await self._checks.self_check()
         return step
+
+    async def _baseline(self) -> None:
+        """The evaluation before training, once, of weights that nothing trained."""
+        if self._baseline_due:
+            self._view.phase("evaluating the untrained policy")
+            await self._checks.evaluate("before")
+            self._baseline_due = False
 
     async def _resume(self, fleet: Fleet, checkpoint: Path, saved: Mapping[str, Any]) -> int:
         self._recorder.load_state_dict(saved["metrics"])
@@ -182,11 +188,17 @@ class TrainingRun:
         rebuilt."""
         first: LearnerLost | None = None
         lost: LearnerLost | None = None
+        checked = False
         while True:
             controller: Controller | None = None
             try:
                 signals.on_first = signals.cancel
                 step = await (self._prepare(fleet) if lost is None else self._rebuild_learner(fleet, lost))
+                if not checked:
+                    # Also when the learner was lost before it came to that.
+                    await self._baseline()
+                    await self._checks.self_check()
+                    checked = True
                 controller = self._controller(fleet, step, on_batch)
                 signals.on_first = controller.stop
                 self._view.phase("training")
@@ -228,8 +240,12 @@ class TrainingRun:
             self._view.message("the newest checkpoint stays what it is")
             return
         self._view.phase("saving")
-        with contextlib.suppress(LearnerLost):
+        try:
             await self._save(fleet, controller.step)
+        except CheckpointFailed:
+            raise
+        except Exception as second:
+            self._view.message(f"the newest checkpoint stays what it is: {type(second).__name__}: {second}")
 
     def _control(self, fleet: Fleet) -> ControlServer:
         """What `rlhf scale` talks to."""
@@ -280,6 +296,7 @@ class TrainingRun:
         self._queue.fail_over(version)
         self._cursor = PromptCursor(self._inputs.train, seed=self._config.run.seed)
         await fleet.learner.restart(version=version)
+        await self._checkpoints.clear()
         step = 0
         if newest is not None:
             saved = run_state.load_state(newest)

@@ -138,6 +138,7 @@ class PromptCursor:
             "seed": self._seed,
             "n_prompts": len(self._prompts),
             "digest": self._digest,
+            "fields": self._fields,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], outstanding: Iterable[str] = ()) -> None:
@@ -153,7 +154,9 @@ class PromptCursor:
         """
         if state["seed"] != self._seed:
             raise ValueError(f"run.seed: the saved run has seed {state['seed']}, got {self._seed}; use the saved one")
-        if state["n_prompts"] != len(self._prompts) or state["digest"] != self._digest:
+        # States of before the other fields were held do not say them.
+        same = state["digest"] == self._digest and state.get("fields", self._fields) == self._fields
+        if state["n_prompts"] != len(self._prompts) or not same:
             raise ValueError(
                 f"data.prompts: the saved run had {state['n_prompts']} prompts and these {len(self._prompts)} are not "
                 "the same (text, order, other fields, template or max_prompt_tokens changed); restore the old file or "
@@ -186,12 +189,19 @@ class PromptCursor:
 
     @functools.cached_property
     def _digest(self) -> str:
-        """Over ids, tokens and metadata in the first epoch's order, so that a changed shuffle is seen as well."""
+        """Over ids and tokens in the first epoch's order, so that a changed shuffle is seen as well."""
         digest = hashlib.sha256()
         for index in np.random.default_rng([self._seed, 0]).permutation(len(self._prompts)):
             prompt = self._prompts[index]
-            metadata = json.dumps(prompt.metadata, sort_keys=True, default=str)
-            head = json.dumps([prompt.prompt_id, len(prompt.token_ids), metadata])
-            digest.update(head.encode())
+            head = f"{len(prompt.prompt_id)}:{prompt.prompt_id}:{len(prompt.token_ids)}:"
+            digest.update(head.encode(errors="surrogatepass"))
             digest.update(np.asarray(prompt.token_ids, dtype="<i4").tobytes())
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def _fields(self) -> str:
+        """Over everything else that a row said of its prompt."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(json.dumps(prompt.metadata, sort_keys=True, default=str).encode() + b"\n")
         return digest.hexdigest()

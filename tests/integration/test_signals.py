@@ -221,6 +221,9 @@ def test_a_learner_that_dies_before_the_first_step_is_rebuilt(folder: Path) -> N
     )
     assert driver.end(20) == 0, driver.output
     assert "the learner is lost (learner rank 1 failed in 'snapshot': it died)" in driver.output
+    run = Path(fresh.run.dir) / fresh.run.name
+    assert (run / "evaluation_before.json").is_file() and (run / "evaluation_after.json").is_file()
+    assert "self-check at version" in driver.output
     longer = config_of(folder, "early", "run.steps=6")
     driver = Driver(
         folder / "early2.txt", toy_run.train, longer, None, False, functools.partial(learner_dies_at_first, "load")
@@ -270,6 +273,9 @@ def test_a_stop_that_took_the_workers_saves_the_step_that_the_learner_finished(f
     assert driver.end(20) == 143, driver.output
     assert "stopped by SIGTERM; meanwhile RunFailed: no rollout worker took version 3" in driver.output
     assert newest_step(config) == 3
+    rows = (Path(config.run.dir) / config.run.name / "metrics.jsonl").read_text().splitlines()
+    steps = [row["step"] for row in map(json.loads, rows) if row["event"] == "step"]
+    assert steps == [1, 2, 3], "what is saved has its row"
 
 
 def test_without_a_signal_the_loss_of_all_workers_is_a_failure(folder: Path) -> None:

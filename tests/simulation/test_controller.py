@@ -18,7 +18,7 @@ from rlhf_cluster.controller import Controller, ControllerSettings, RunFailed
 from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.metrics.recorder import MetricsRecorder
-from rlhf_cluster.protocols import PublishReport, WorkerFailed
+from rlhf_cluster.protocols import PublishReport, ScorersBusy, WorkerFailed
 from rlhf_cluster.types import Prompt
 from tests.fakes import FakeLearner, FakeScorer, FakeWorkers
 
@@ -199,6 +199,20 @@ def test_f12_a_prompt_that_scorers_fail_on_twice_is_left_out_and_counted(error: 
     counters = run.recorder.state_dict()["counters"]
     assert counters[f'rlhf_unscorable_total{{reason="{reason}"}}'] == 2
     assert run.queue.ledger.counts["filtered"].groups == 1
+
+
+def test_a_prompt_that_no_scorer_had_room_for_is_not_the_prompts_fault() -> None:
+    away = iter(range(3))
+
+    class AwayForThree(FakeScorer):
+        async def score(self, prompt: Any, rollouts: Any) -> Any:
+            if prompt.prompt_id == "p3" and next(away, None) is not None:
+                raise ScorersBusy("no scorer had room for score within 300 s: reward scorer 0")
+            return await super().score(prompt, rollouts)
+
+    run = Run(settings=replace(SETTINGS, steps=4), scorer=AwayForThree())()
+    assert "0:p3" in run.trained()
+    assert run.queue.ledger.counts["filtered"].groups == 0
 
 
 def test_f12_scorers_that_fail_on_too_many_prompts_end_the_run_with_the_reason() -> None:

@@ -369,3 +369,35 @@ async def test_nobody_is_told_of_a_failure_again_when_the_rebuilt_learner_has_pu
     await sink.publish(world.next())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(sink.watch(), 0.05)
+
+
+@async_test
+async def test_a_worker_that_leaves_while_the_group_forms_is_in_no_collective() -> None:
+    class Leaving(World):
+        async def regroup(self, members: Sequence[int]) -> Mapping[str, Any]:
+            if len(self.groups) == 0:
+                del self.alive[1]
+            return await super().regroup(members)
+
+    world = Leaving(workers=3)
+    report = await asyncio.wait_for(BroadcastSink(world, world, timeout_s=5).publish(world.next()), 5)
+    assert world.groups == [[0, 1, 2], [0, 2]]
+    assert report.applied == (0, 2)
+
+
+@async_test
+async def test_a_group_whose_workers_all_leave_while_it_forms_waits_for_others() -> None:
+    class Leaving(World):
+        async def regroup(self, members: Sequence[int]) -> Mapping[str, Any]:
+            if len(self.groups) == 0:
+                self.alive.clear()
+            return await super().regroup(members)
+
+    world = Leaving(workers=1)
+    publication = asyncio.ensure_future(BroadcastSink(world, world, timeout_s=5).publish(world.next()))
+    await settle()
+    assert not publication.done()
+    world.comes_back(0, 2)
+    report = await asyncio.wait_for(publication, 5)
+    assert world.groups == [[0], [0]]
+    assert report.applied == (0,)

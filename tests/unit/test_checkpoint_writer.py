@@ -180,6 +180,42 @@ async def test_a_save_that_was_given_up_makes_no_set_once_its_files_are_there(tm
 
 
 @async_test
+async def test_a_set_that_gets_its_name_after_the_run_went_back_counts_for_nothing(tmp_path: Path) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def before(number: int, name: str, path: Path) -> None:
+        if name == "rename" and path.name == "step_00000010" and not reached.is_set():
+            reached.set()
+            go_on.wait(10)
+
+    await asyncio.to_thread(save_set, tmp_path, 5)
+    reports: list[SaveReport] = []
+    writer = CheckpointWriter(
+        tmp_path, retention=Retention(1), files=ScriptedFiles(before), on_report=reports.append, wait_s=5
+    )
+    await writer.save(10, state_of(10), tensors_of(99))
+    await asyncio.to_thread(reached.wait, 10)
+    with pytest.raises(CheckpointFailed):
+        await writer.finish(timeout_s=0.01)
+    writer.go_back(5)
+    go_on.set()
+    assert not await asyncio.to_thread(until_idle, writer)
+    assert names(tmp_path) == ["step_00000005", "step_00000010.superseded"]
+    await writer.save(10, state_of(10), tensors_of(10))
+    assert await writer.finish() == step_folder(tmp_path, 10)
+    assert holds_step(step_folder(tmp_path, 10), 10)
+    assert [report.path is not None for report in reports] == [False, True]
+
+
+def until_idle(writer: CheckpointWriter, seconds: float = 10.0) -> bool:
+    """Whether it still saves after that time."""
+    deadline = time.monotonic() + seconds
+    while writer.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return writer.busy
+
+
+@async_test
 async def test_a_set_of_a_past_that_came_through_late_never_costs_one_of_now(tmp_path: Path) -> None:
     for step in (2, 4):
         await asyncio.to_thread(save_set, tmp_path, step)

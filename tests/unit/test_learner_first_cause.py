@@ -24,7 +24,7 @@ from rlhf_cluster.protocols import LearnerLost
 BROKEN = RuntimeError("[gloo] Connection closed by peer [127.0.0.1]")
 
 
-def first_cause(errors: Sequence[BaseException | None]) -> LearnerFailed:
+def first_cause(errors: Sequence[BaseException | None], method: str = "train") -> LearnerFailed:
     """Of a call in which each rank has failed so, or (None) has not answered yet."""
 
     async def scenario() -> LearnerFailed:
@@ -33,7 +33,7 @@ def first_cause(errors: Sequence[BaseException | None]) -> LearnerFailed:
             tasks[rank] = asyncio.get_running_loop().create_future()
             if error is not None:
                 tasks[rank].set_exception(error)
-        return _first_cause(tasks, "train")
+        return _first_cause(tasks, method)
 
     return asyncio.run(scenario())
 
@@ -92,4 +92,11 @@ def test_an_own_error_is_no_broken_connection_for_what_its_traceback_names() -> 
     error = RayTaskError("train", "File torch/distributed/ProcessGroup ... gloo", raised)
     failure = first_cause([BROKEN, error.as_instanceof_cause()])
     assert str(failure) == "learner rank 1 failed in 'train': ValueError: the batch has no tokens"
+    assert not isinstance(failure, LearnerLost)
+
+
+@pytest.mark.parametrize("text", ["ProcessGroupNCCL is only supported with GPUs", "Duplicate GPU detected (NCCL)"])
+def test_a_backend_that_refuses_its_settings_at_the_start_ends_the_run(text: str) -> None:
+    failure = first_cause([ValueError(text), ValueError(text)], "setup")
+    assert str(failure) == f"learner rank 0 failed in 'setup': ValueError: {text}"
     assert not isinstance(failure, LearnerLost)

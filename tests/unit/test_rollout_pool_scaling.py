@@ -217,3 +217,14 @@ async def test_exhausted_slots_stay_when_no_other_worker_starts_in_their_place()
             await pool.scale(1)
         with pytest.raises(NoWorkersLeft, match="the first cause: rollout worker 0: killed"):
             pool.choose()
+
+
+@async_test
+async def test_a_slot_that_is_filled_again_goes_on_counting_incarnations() -> None:
+    # A transfer group is told by slots and incarnations: a new worker must not pass for a member of an old group.
+    async with running(2) as pool:
+        before = pool.receivers()
+        await pool.scale(1)
+        await pool.scale(2)
+        assert before == {0: 1, 1: 1}
+        assert pool.receivers() == {0: 1, 1: 2}
