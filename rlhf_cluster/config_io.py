@@ -90,14 +90,22 @@ def changed_settings(written: Path, config: Config) -> list[str]:
     """How ``config`` differs from one that ``dump_config`` wrote, as ``key: old -> new``; of a file that is no config,
     that alone."""
     try:
-        old = dict(_flat(yaml.safe_load(written.read_text(encoding="utf-8"))))
+        content = yaml.safe_load(written.read_text(encoding="utf-8"))
+        if not isinstance(content, Mapping):
+            raise ValueError("it is no config")
+        old = dict(_flat(content))
     except FileNotFoundError:
         return []
     except (OSError, ValueError, yaml.YAMLError) as error:
         return [f"{written} cannot be read: {error}"]
     new = dict(_flat(config.model_dump(mode="json")))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return [f"{key}: {json.dumps(old.get(key))} -> {json.dumps(new.get(key))}" for key in keys]
+    return [f"{key}: {_plain(old.get(key))} -> {_plain(new.get(key))}" for key in keys]
+
+
+def _plain(value: Any) -> str:
+    # Somebody's hand may have made a date of it.
+    return json.dumps(value, default=str)
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -84,7 +84,9 @@ class RunFolder:
             if self.checkpoint is None:
                 for name in ("metrics.jsonl", "samples.jsonl", PUBLISHED_VERSION):
                     _move_aside(self.path / name)
-            written.write_text(dump_config(config), encoding="utf-8")
+            partial = written.with_suffix(".partial")
+            partial.write_text(dump_config(config), encoding="utf-8")
+            partial.replace(written)
         except OSError as error:
             raise PreflightError(f"run folder {self.path} cannot be used: {error}") from None
         return changes

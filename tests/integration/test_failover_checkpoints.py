@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import hashlib
 import itertools
 import json
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from rlhf_cluster.checkpoint_set import PINNED, sets, step_folder, step_of, verify
+from rlhf_cluster.checkpoint_set import MANIFEST, PINNED, STATE, sets, step_folder, step_of, verify
 from rlhf_cluster.config import Config
+from rlhf_cluster.run_state import load_state
 from tests import toy_run
 from tests.driver_process import Driver
-from tests.toy_run import ToyFleet, toy_config
+from tests.toy_run import Hold, ToyFleet, toy_config
 
 STEPS = 6
 
@@ -69,6 +73,107 @@ def test_steps_after_a_damaged_set_are_trained_and_saved_again(
     trained = json.loads((step_folder(checkpoints(config), STEPS) / "learner/learner.json").read_text())["trained"]
     assert set(Counter(trained).values()) == {1}, "each prompt once an epoch"
     assert len(trained) == STEPS * config.queue.groups_per_batch
+
+
+def test_a_resumed_run_still_goes_back_to_an_older_set(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "older", "checkpoint.keep_last=2", "run.steps=4")
+    assert Driver(tmp_path / "first.txt", toy_run.train, config).end(30) == 0
+    config = config_of(tmp_path, "older", "checkpoint.keep_last=2", "checkpoint.every_steps=9")
+    change = functools.partial(loses_the_learner_at_once, checkpoints(config), (4,))
+    driver = Driver(tmp_path / "second.txt", toy_run.train, config, None, False, change)
+    assert driver.end(30) == 0, driver.output
+    assert (checkpoints(config) / "step_00000004.damaged").is_dir()
+    trained = json.loads((step_folder(checkpoints(config), STEPS) / "learner/learner.json").read_text())["trained"]
+    assert set(Counter(trained).values()) == {1}, "each prompt once an epoch"
+    assert len(trained) == STEPS * config.queue.groups_per_batch
+
+
+def test_a_resumed_run_remembers_no_attempt_that_no_set_issues_again(tmp_path: Path) -> None:
+    overrides = ["queue.max_staleness=0", "checkpoint.keep_last=1"]
+    config = config_of(tmp_path, "short", *overrides, "run.steps=4")
+    assert Driver(tmp_path / "first.txt", toy_run.train, config).end(30) == 0
+    config = config_of(tmp_path, "short", *overrides)
+    assert Driver(tmp_path / "second.txt", toy_run.train, config).end(30) == 0
+    queue = load_state(step_folder(checkpoints(config), STEPS))["queue"]
+    assert len(queue["last_attempt"]) == 2 * config.queue.groups_per_batch, "those of steps 5 and 6"
+
+
+def test_a_fresh_run_counts_its_own_versions_and_notes_a_rebuilt_learners_before_anyone_holds_it(
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, "noted")
+    published = checkpoints(config).parent / "published_version"
+    published.parent.mkdir(parents=True)
+    published.write_text("70\n")
+    change = functools.partial(loses_the_learner_at_once, checkpoints(config), ())
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, Hold("publication of 1", seconds=20), False, change)
+    driver.wait_for("publication of 1")
+    driver.kill()
+    assert "the learner is lost" in driver.output
+    assert published.read_text().strip() == "1"
+
+
+def test_a_stop_while_the_learner_is_rebuilt_ends_the_run_at_once(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "rebuilding")
+    change = functools.partial(loses_the_learner_at_once, checkpoints(config), ())
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, Hold("start-up", 2, seconds=25), False, change)
+    driver.wait_for("start-up")
+    driver.send(signal.SIGTERM)
+    assert driver.end(10) == 143, driver.output
+    assert "the learner is lost" in driver.output
+
+
+def test_a_save_that_failed_in_a_past_that_was_taken_back_fails_no_stop(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "full")
+    change = cannot_save_step_4_and_loses_the_learner_in_step_5
+    driver = Driver(tmp_path / "out.txt", toy_run.train, config, Hold("training", 6), False, change)
+    driver.wait_for("training")
+    driver.send(signal.SIGTERM)
+    assert driver.end(30) == 143, driver.output
+    assert "checkpoint of step 4 FAILED" in driver.output
+    assert [step_of(folder) for folder in sets(checkpoints(config))] == [2, 3]
+
+
+def cannot_save_step_4_and_loses_the_learner_in_step_5(fleet: ToyFleet) -> None:
+    trainings = itertools.count(1)
+    save = fleet.learner.save
+
+    async def full(folder: Path) -> None:
+        if fleet.learner.version == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await save(folder)
+
+    fleet.learner.save = full  # type: ignore[method-assign]
+    fleet.learner.lost = lambda call: call == "train" and next(trainings) == 5
+
+
+def test_a_set_of_before_references_and_draws_were_kept_is_resumed(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "before", "run.steps=4")
+    assert Driver(tmp_path / "first.txt", toy_run.train, config).end(30) == 0
+    folder = step_folder(checkpoints(config), 4)
+    state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
+    del state["reference"], state["queue"]["draws"], state["queue"]["places"]
+    text = json.dumps(state).encode()
+    manifest["files"][STATE] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    (folder / STATE).write_bytes(text)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    driver = Driver(tmp_path / "second.txt", toy_run.train, config_of(tmp_path, "before"))
+    assert driver.end(30) == 0, driver.output
+    assert not (checkpoints(config) / "step_00000004.damaged").exists()
+    assert step_of(sets(checkpoints(config))[-1]) == STEPS
+
+
+def loses_the_learner_at_once(root: Path, spoilt: tuple[int, ...], fleet: ToyFleet) -> None:
+    trainings = itertools.count(1)
+
+    def lost(call: str) -> bool:
+        if call != "train" or next(trainings) != 1:
+            return False
+        for step in spoilt:
+            spoil(root, step)
+        return True
+
+    fleet.learner.lost = lost
 
 
 def test_a_learner_whose_sets_are_all_damaged_is_not_started_afresh_in_silence(tmp_path: Path) -> None:

@@ -278,6 +278,61 @@ def test_a_stop_that_took_the_workers_saves_the_step_that_the_learner_finished(f
     assert steps == [1, 2, 3], "what is saved has its row"
 
 
+def fails_a_second_after_step_3(error: Exception, fleet: ToyFleet) -> None:
+    async def watch() -> None:
+        while fleet.learner.version < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
+        raise error
+
+    fleet.watch = watch  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("hold", "error"),
+    [
+        (Hold("training", 4, seconds=8), RuntimeError("rollout worker 0: its process died")),
+        (Hold("publication of 3", seconds=8), LearnerLost("version 3 could not be broadcast")),
+    ],
+    ids=["learner_trains", "learner_lost"],
+)
+def test_a_stop_in_which_a_part_fails_saves_nothing_of_a_learner_that_trains_or_is_lost(
+    folder: Path, hold: Hold, error: Exception
+) -> None:
+    config = config_of(folder, f"half_{hold.phase.split()[0]}")
+    change = functools.partial(fails_a_second_after_step_3, error)
+    driver = Driver(folder / f"{config.run.name}.txt", toy_run.train, config, hold, False, change)
+    driver.wait_for(hold.phase)
+    driver.send(signal.SIGTERM)
+    assert driver.end(20) == 143, driver.output
+    assert f"stopped by SIGTERM; meanwhile {type(error).__name__}: {error}" in driver.output
+    assert "the newest checkpoint stays what it is" in driver.output
+    assert newest_step(config) == 2
+
+
+def start_up_fails_on_its_way_out(fleet: ToyFleet) -> None:
+    ready = fleet.ready
+
+    async def ready_or_broken(*names: str) -> None:
+        try:
+            await ready(*names)
+        except asyncio.CancelledError:
+            raise RuntimeError("rollout worker 0: its process died") from None
+
+    fleet.ready = ready_or_broken  # type: ignore[method-assign]
+
+
+def test_a_stop_before_the_first_step_in_which_a_part_fails_is_a_stop(folder: Path) -> None:
+    config = config_of(folder, "none_yet")
+    change = start_up_fails_on_its_way_out
+    driver = Driver(folder / "none_yet.txt", toy_run.train, config, Hold("start-up"), False, change)
+    driver.wait_for("start-up")
+    driver.send(signal.SIGTERM)
+    assert driver.end(20) == 143, driver.output
+    assert "stopped by SIGTERM; meanwhile RuntimeError: rollout worker 0: its process died" in driver.output
+    assert newest_step(config) is None
+
+
 def test_without_a_signal_the_loss_of_all_workers_is_a_failure(folder: Path) -> None:
     config = config_of(folder, "no_workers")
     driver = Driver(folder / "no_workers.txt", toy_run.train, config, None, False, workers_die_with_step_3)

@@ -49,6 +49,7 @@ class Run:
         deadline_s: float = 5.0,
         state: dict[str, Any] | None = None,
         after_step: Callable[[int], Any] | None = None,
+        after_first_publication: Callable[[], Any] | None = None,
     ) -> None:
         clock = SystemClock()
         self.workers = workers or FakeWorkers()
@@ -77,6 +78,7 @@ class Run:
             recorder=self.recorder,
             step=step,
             after_step=after_step,
+            after_first_publication=after_first_publication,
         )
 
     def __call__(self, timeout_s: float = 10.0) -> Run:
@@ -161,6 +163,12 @@ def test_unscorable_groups_are_left_out_whole_and_counted() -> None:
     assert run.learner.version == 4
 
 
+def test_a_group_that_is_left_out_leaves_nothing_behind_in_the_controller() -> None:
+    scorer = FakeScorer(lambda prompt: float("nan") if prompt.prompt_id == "p3" else 1.0)
+    run = Run(settings=replace(SETTINGS, steps=4, max_unscorable_fraction=0.5), scorer=scorer)()
+    assert run.controller._overlapped == {}
+
+
 def test_the_reason_that_a_scorer_gives_is_the_one_that_is_counted() -> None:
     class TooLong(FakeScorer):
         async def score(self, prompt: Any, rollouts: Any) -> Any:
@@ -215,6 +223,28 @@ def test_a_prompt_that_no_scorer_had_room_for_is_not_the_prompts_fault() -> None
     assert run.queue.ledger.counts["filtered"].groups == 0
 
 
+def test_f12_a_prompt_that_was_scored_in_between_may_fail_once_more() -> None:
+    calls: list[int] = []
+
+    class NowAndThen(FakeScorer):
+        async def score(self, prompt: Any, rollouts: Any) -> Any:
+            if prompt.prompt_id == "p3":
+                calls.append(rollouts[0].attempt)
+                if len(calls) % 2:
+                    raise WorkerFailed("reward scorer 0: RuntimeError")
+            return await super().score(prompt, rollouts)
+
+    class SkipsOnce(FakeLearner):
+        async def train(self, batch: Any) -> Any:
+            if len(calls) == 2 and "0:p3" in {group.group_id for group in batch.groups}:
+                self._skip = {self._calls}
+            return await super().train(batch)
+
+    run = Run(scorer=NowAndThen(), learner=SkipsOnce())()
+    assert calls == [0, 1, 2, 3]
+    assert run.trained().count("0:p3") == 1
+
+
 def test_f12_scorers_that_fail_on_too_many_prompts_end_the_run_with_the_reason() -> None:
     class Failing(FakeScorer):
         async def score(self, prompt: Any, rollouts: Any) -> Any:
@@ -248,6 +278,24 @@ def test_a_skipped_step_publishes_nothing_and_its_prompts_are_trained_later() ->
     assert run.queue.ledger.counts["failed"].groups == 4
 
 
+def test_attempts_that_a_resume_took_back_count_no_failure_and_are_sampled_with_the_same_seeds() -> None:
+    state: dict[str, Any] | None = None
+    settings = replace(SETTINGS, max_attempts=1)
+    for _ in range(2):
+        stopped = Run(settings=settings, state=state)
+        for _ in range(4):
+            issue = stopped.cursor.next()
+            stopped.queue.admit(issue.prompt, 0, group_id=issue.group_id)  # type: ignore[union-attr]
+        saved = run_state.snapshot(0, cursor=stopped.cursor, queue=stopped.queue, recorder=stopped.recorder)
+        state = json.loads(json.dumps(saved))
+    requests = Run(settings=settings, state=state)().workers.requests
+    assert max(request.attempt for request in requests) == 2
+    plain = Run()().workers.requests
+    assert {request.group_id: request.sampling for request in requests} == {
+        request.group_id: request.sampling for request in plain
+    }
+
+
 def test_a_straggler_past_the_deadline_is_issued_again_and_its_late_answer_is_not_trained() -> None:
     workers = FakeWorkers(seconds=lambda r: 30.0 if r.prompt.prompt_id == "p5" and r.attempt == 0 else 0.001)
     run = Run(workers=workers, deadline_s=0.2)()
@@ -274,6 +322,22 @@ def test_stop_ends_after_the_step_in_progress() -> None:
     run()
     assert run.controller.step == 2
     assert run.learner.version == 2
+
+
+def test_the_first_step_is_saved_before_its_publication_is_waited_for_and_checked() -> None:
+    events: list[tuple[str, int]] = []
+
+    async def after(step: int) -> None:
+        events.append(("saved, published", len(run.workers.published)))
+
+    async def check() -> None:
+        events.append(("checked, published", len(run.workers.published)))
+
+    settings = replace(SETTINGS, steps=2)
+    workers = FakeWorkers(publish_seconds=0.01)
+    run = Run(settings=settings, workers=workers, max_staleness=0, after_step=after, after_first_publication=check)
+    run()
+    assert events == [("saved, published", 0), ("checked, published", 1), ("saved, published", 1)]
 
 
 def test_a_resumed_run_trains_each_prompt_of_the_epoch_once() -> None:

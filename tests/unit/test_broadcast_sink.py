@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhf_cluster import broadcast_sink
 from rlhf_cluster.broadcast_sink import BroadcastSink, SenderLost
+from rlhf_cluster.launch import Fleet
 from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSnapshot
 from tests.unit.builders import ManualClock, async_test
 
@@ -329,6 +331,27 @@ async def test_a_group_whose_broadcast_was_broken_off_is_not_used_again() -> Non
 
 
 @async_test
+async def test_the_next_publication_breaks_off_no_broadcast_to_a_worker_that_came_back() -> None:
+    world = World(workers=2)
+    sink = BroadcastSink(world, world, timeout_s=5)
+    await sink.publish(world.next())
+    applying, go_on = world.publish, asyncio.Event()
+
+    async def slow(snapshot: WeightSnapshot) -> PublishReport:
+        await go_on.wait()
+        return await applying(snapshot)
+
+    world.publish = slow  # type: ignore[method-assign]
+    world.comes_back(1, incarnation=2)
+    await settle()
+    publishing = asyncio.ensure_future(sink.publish(world.next()))
+    await settle()
+    go_on.set()
+    assert (await publishing).applied == (0, 1)
+    assert world.broadcasts == [(1, 101), (1, 102), (2, 102)], "the group is whole and used again"
+
+
+@async_test
 async def test_nothing_is_broadcast_again_by_a_sink_that_was_told_to_stop() -> None:
     world = World(workers=2)
     sink = BroadcastSink(world, world, timeout_s=5)
@@ -401,3 +424,11 @@ async def test_a_group_whose_workers_all_leave_while_it_forms_waits_for_others()
     report = await asyncio.wait_for(publication, 5)
     assert world.groups == [[0], [0]]
     assert report.applied == (0,)
+
+
+@pytest.mark.usefixtures("impatient")
+@async_test
+async def test_a_run_that_watches_its_fleet_is_told_of_a_readmission_that_failed() -> None:
+    fleet: Any = SimpleNamespace(sink=await sink_whose_readmission_failed(World(workers=1)))
+    with pytest.raises(SenderLost, match="version 1 could not be broadcast"):
+        await asyncio.wait_for(Fleet.watch(fleet), 5)

@@ -177,8 +177,9 @@ def test_leftovers_of_killed_saves_and_deletions_are_deleted_and_named(
 
 
 def test_a_damaged_set_is_set_aside_under_a_free_name(tmp_path: Path) -> None:
-    for _ in range(2):
+    for why in ("damaged", "superseded") * 2:
         save_set(tmp_path, 7)
-        set_aside(step_folder(tmp_path, 7))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000007.damaged", "step_00000007.damaged2"]
+        set_aside(step_folder(tmp_path, 7), why)
+    names = ["damaged", "damaged2", "superseded", "superseded2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_00000007.{name}" for name in names]
     assert sets(tmp_path) == []

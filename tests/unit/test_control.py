@@ -214,3 +214,30 @@ def test_trouble_with_the_folder_stops_no_run_and_is_said_once(
     assert caplog.text.count("control requests cannot be served, until this is over") in (1, 2)
     assert "Stale file handle" in caplog.text
     assert f"request-{'0' * 16}.json was ignored" in caplog.text
+
+
+def test_trouble_with_the_folder_that_comes_again_is_said_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tmp_path)
+    looks: list[bool] = []
+    iterdir = Path.iterdir
+
+    def listed(path: Path) -> Any:
+        if path != tmp_path / "control":
+            return iterdir(path)
+        looks.append(len(looks) in (1, 2, 4, 5))
+        if looks[-1]:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+
+    async def until_looked_seven_times() -> None:
+        serving = asyncio.create_task(driver.server.serve())
+        while len(looks) < 7:
+            await asyncio.sleep(0.01)
+        serving.cancel()
+
+    asyncio.run(asyncio.wait_for(until_looked_seven_times(), 5))
+    assert caplog.text.count("control requests cannot be served") == 2

@@ -22,6 +22,7 @@ from actors.engine_arguments import (
     neutral_sampling,
     stop_token_ids,
 )
+from actors.parent_death import EndsWithParent
 from actors.rollout_worker import RolloutWorker, version_spans
 from rlhf_cluster.config import EngineConfig, PublishConfig
 from rlhf_cluster.protocols import RolloutRequest
@@ -46,6 +47,10 @@ def test_log_probs_are_processed_and_the_models_sampling_defaults_ignored() -> N
     assert asked["logprobs_mode"] == "processed_logprobs"
     assert asked["generation_config"] == "vllm"
     assert asked["trust_remote_code"] is False
+
+
+def test_every_engine_is_handed_what_ends_it_with_its_worker() -> None:
+    assert any(isinstance(value, EndsWithParent) for value in arguments()["additional_config"].values())
 
 
 def test_on_cpu_the_engine_runs_in_one_process_with_its_own_cache_size_and_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from dataclasses import replace
@@ -134,3 +135,18 @@ async def test_weights_of_a_restored_learner_are_verified_out_of_turn_and_the_tu
             verified.append(version)
         engine.asked.clear()
     assert verified == [1, 3, 13], "the first, the restored learner's, and ten after that"
+
+
+@async_test
+async def test_the_update_after_a_failed_one_is_verified_out_of_turn(tmp_path: Path) -> None:
+    engine = Engine()
+    serving = worker(engine)
+    verified = []
+    for version in range(1, 5):
+        engine.broken = {"update_weights"} if version == 3 else set()
+        with contextlib.suppress(RuntimeError):
+            await serving.update_weights(snapshot(tmp_path, version, a=torch.ones(2), b=torch.ones(2)))
+        if "verify_weights" in engine.asked:
+            verified.append(version)
+        engine.asked.clear()
+    assert (verified, serving.version) == ([1, 4], 4)

@@ -92,6 +92,26 @@ async def test_what_a_lost_learner_takes_back_is_drawn_as_it_was_and_counts_no_f
     assert [(attempt.attempt, attempt.draw) for attempt in again] == [(1, 0), (1, 0), (1, 0)]
 
 
+@async_test
+async def test_after_a_lost_learner_places_of_the_resume_before_it_are_void():
+    queue = make_queue(groups_per_batch=2, max_staleness=0)
+    admit_many(queue, "ab", 0)
+    queue, _ = resumed(queue, 0)
+    queue.fail_over(7)
+    put_all(queue, admit_many(queue, "ba", 7))
+    assert ids(await queue.next_batch()) == "ba"
+
+
+def test_a_set_of_before_draws_were_counted_can_be_resumed():
+    queue = make_queue()
+    admit_many(queue, "a", 0)
+    state = queue.state_dict()
+    del state["draws"], state["places"]
+    queue.load_state_dict(state)
+    assert queue.resume(0) == set()
+    assert queue.admit(make_prompt("a"), 0).draw == 0
+
+
 def test_forgotten_groups_leave_no_number_behind():
     queue = make_queue()
     admit_many(queue, "a", 0)

@@ -65,6 +65,33 @@ def test_a_slow_fetch_of_an_older_version_leaves_the_newer_one_of_a_neighbour(tm
     assert shared(tmp_path) == ["v1.safetensors", "v2.safetensors"]
 
 
+def test_two_workers_that_fetch_at_once_both_get_the_weights(tmp_path: Path) -> None:
+    one, first = fetcher([]), []
+
+    def slow(reference: Any) -> np.ndarray:
+        first.append(one.path(snapshot(tmp_path, 1, b"first")))
+        return np.frombuffer(reference, dtype=np.uint8)
+
+    second = FetchedSnapshots(slow, node_id=lambda: "another").path(snapshot(tmp_path, 1, b"first"))
+    assert (first[0].read_bytes(), second.read_bytes()) == (b"first", b"first")
+    assert shared(tmp_path) == ["v1.safetensors"]
+
+
+def test_a_version_that_is_asked_for_again_is_still_there(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    away = fetcher(calls)
+    held = away.path(snapshot(tmp_path, 1, b"first"))
+    assert away.path(snapshot(tmp_path, 1, b"first")) == held
+    assert (held.read_bytes(), calls) == (b"first", [b"first"])
+
+
+def test_what_a_dead_process_of_the_same_number_left_is_not_taken_for_the_weights(tmp_path: Path) -> None:
+    neighbour, away = fetcher([]), fetcher([])
+    neighbour.path(snapshot(tmp_path, 1, b"first"))
+    (tmp_path / f"fetched/v1.safetensors.{id(away):x}.{os.getpid()}").write_bytes(b"fir")
+    assert away.path(snapshot(tmp_path, 1, b"first")).read_bytes() == b"first"
+
+
 def test_on_the_learners_node_a_version_that_is_gone_is_not_fetched_into_its_folder(tmp_path: Path) -> None:
     (tmp_path / "v3.safetensors").write_bytes(b"learner")
     on_its_node = fetcher([], node="the learner's")

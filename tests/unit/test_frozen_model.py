@@ -331,6 +331,20 @@ async def test_an_item_that_cannot_be_measured_fails_everyone_who_waits_with_it_
 
 
 @async_test
+async def test_an_error_reaches_those_who_still_wait_for_the_batch():
+    def run(items):
+        time.sleep(0.05)
+        raise ValueError("no batch today")
+
+    batcher = MicroBatcher(run, length=lambda item: 1, batch_tokens=9, window_s=0.0)
+    hasty, patient = (asyncio.create_task(batcher.submit([number])) for number in (1, 2))
+    await asyncio.sleep(0.02)
+    hasty.cancel()
+    with pytest.raises(ValueError, match="no batch today"):
+        await asyncio.wait_for(patient, 2)
+
+
+@async_test
 async def test_a_batch_with_a_wrong_number_of_results_is_an_error():
     batcher = MicroBatcher(lambda items: items[:-1], length=lambda item: item, batch_tokens=99, window_s=0.0)
     with pytest.raises(RuntimeError, match="2 items went into a batch and 1 results came out"):

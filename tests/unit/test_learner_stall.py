@@ -92,7 +92,37 @@ async def test_the_time_in_which_the_whole_machine_was_frozen_is_no_stall(silent
 
 @async_test
 async def test_a_stall_is_noticed_hardly_later_than_configured() -> None:
-    started = time.monotonic()
+    started, silent = time.monotonic(), Rank(lambda look: False)
     with pytest.raises(LearnerStalled):
-        await watched(asyncio.Event().wait(), Rank(), Rank(lambda look: False))
+        await watched(asyncio.Event().wait(), Rank(), silent)
     assert time.monotonic() - started < 3 * STALL_S
+    assert silent.looks <= STALL_S / (2 * learner_group._POLL_S) + 2, "what a look waits for in vain counts too"
+
+
+@async_test
+async def test_a_machine_that_was_frozen_during_a_look_has_not_watched_for_longer_than_a_look_may_take() -> None:
+    def answers(look: int) -> bool:
+        if look == 2:
+            time.sleep(3 * STALL_S)
+        return True
+
+    async def step() -> str:
+        while rank.looks < 4:
+            await asyncio.sleep(0.001)
+        return "done"
+
+    rank = Rank(answers)
+    assert await watched(step(), rank) == "done"
+
+
+@async_test
+async def test_a_rank_that_cannot_say_how_far_it_is_leaves_the_cause_to_the_step() -> None:
+    def answers(look: int) -> bool:
+        raise ConnectionError("the actor is dead")
+
+    async def step() -> None:
+        await asyncio.sleep(STALL_S / 4)
+        raise ValueError("an odd batch")
+
+    with pytest.raises(ValueError, match="an odd batch"):
+        await watched(step(), Rank(), Rank(answers))

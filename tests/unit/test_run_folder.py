@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,16 +100,20 @@ def test_required_needs_a_set_and_never_needs_none(tmp_path: Path) -> None:
         RunFolder.open(config_for(tmp_path), resume="never")
 
 
-def test_a_fresh_run_moves_older_metrics_aside_and_a_resumed_one_goes_on_in_them(tmp_path: Path) -> None:
+def test_a_fresh_run_moves_older_metrics_and_versions_aside_and_a_resumed_one_goes_on_in_them(tmp_path: Path) -> None:
     run = tmp_path / "a_run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("old\n")
+    (run / "published_version").write_text("7\n")
     RunFolder.open(config_for(tmp_path), resume="auto").begin(config_for(tmp_path))
     assert (run / "metrics.jsonl.1").read_text() == "old\n"
+    assert not (run / "published_version").exists()
     (run / "metrics.jsonl").write_text("new\n")
+    (run / "published_version").write_text("8\n")
     save_set(run / "checkpoints", 1)
     RunFolder.open(config_for(tmp_path), resume="auto").begin(config_for(tmp_path))
     assert (run / "metrics.jsonl").read_text() == "new\n"
+    assert (run / "published_version").read_text() == "8\n"
 
 
 def test_a_folder_that_another_process_runs_in_is_refused_until_that_process_is_dead(tmp_path: Path) -> None:
@@ -197,10 +202,46 @@ def test_a_run_folder_that_cannot_be_one_is_refused_by_name(tmp_path: Path, obst
 
 def test_a_resumed_run_says_what_is_set_otherwise_and_a_fresh_one_says_nothing(tmp_path: Path) -> None:
     config = config_for(tmp_path)
-    assert RunFolder.open(config, resume="auto").begin(config) == []
-    save_set(tmp_path / "a_run/checkpoints", 1)
-    assert RunFolder.open(config, resume="auto").begin(config) == []
     rollout = config.rollout.model_copy(update={"temperature": 0.5})
     warmer = config.model_copy(update={"rollout": rollout})
+    for fresh in (warmer, config):
+        assert RunFolder.open(fresh, resume="auto").begin(fresh) == []
+    save_set(tmp_path / "a_run/checkpoints", 1)
+    assert RunFolder.open(config, resume="auto").begin(config) == []
     assert RunFolder.open(warmer, resume="auto").begin(warmer) == ["rollout.temperature: 1.0 -> 0.5"]
     assert load_config(tmp_path / "a_run/config.yaml") == warmer
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, r""),
+        ("run: [", r".*/a_run/config\.yaml cannot be read: .*"),
+        ("of_an_older_version: {key: 1}\n", r"of_an_older_version\.key: 1 -> null"),
+        ("by_hand: 2026-11-30\n", r'by_hand: "2026-11-30" -> null'),
+    ],
+    ids=["missing", "torn", "older", "date"],
+)
+def test_a_resume_beside_a_config_that_is_not_this_versions_says_what_is_not_there_and_goes_on(
+    tmp_path: Path, found: str | None, said: str
+) -> None:
+    config = config_for(tmp_path)
+    RunFolder.open(config, resume="auto").begin(config)
+    save_set(tmp_path / "a_run/checkpoints", 1)
+    written = tmp_path / "a_run/config.yaml"
+    whole = written.read_text()
+    written.unlink()
+    if found is not None:
+        written.write_text(found + whole)
+    changes = RunFolder.open(config, resume="auto").begin(config)
+    assert re.fullmatch(said, "\n".join(changes), re.DOTALL)
+    assert load_config(written) == config
+
+
+def test_a_config_that_holds_nothing_is_said_to_be_none(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    save_set(tmp_path / "a_run/checkpoints", 1)
+    written = tmp_path / "a_run/config.yaml"
+    written.touch()
+    changes = RunFolder.open(config, resume="auto").begin(config)
+    assert changes == [f"{written} cannot be read: it is no config"]

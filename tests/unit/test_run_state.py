@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlhf_cluster import checkpoint_set, run_state
 from rlhf_cluster.checkpoint_retention import Retention
 from rlhf_cluster.checkpoint_writer import CheckpointWriter
@@ -14,7 +16,7 @@ from rlhf_cluster.data.cursor import PromptCursor
 from rlhf_cluster.experience_queue import ExperienceQueue
 from rlhf_cluster.metrics.recorder import MetricsRecorder
 from tests.unit.builders import async_test, make_group, make_prompt, make_queue
-from tests.unit.checkpoint_builders import tensors_of
+from tests.unit.checkpoint_builders import save_set, tensors_of
 
 PROMPTS = [make_prompt(f"p{index}") for index in range(8)]
 
@@ -106,3 +108,19 @@ async def test_queued_groups_too_stale_for_the_version_a_run_goes_on_as_come_aga
     assert generate(cursor, queue, 2, finished=2) == order[2:]
     assert await train_one_batch(cursor, queue) == order[2:]
     queue.ledger.check()
+
+
+def test_the_frontier_of_a_set_that_cannot_be_read_has_nothing_below_it(tmp_path: Path) -> None:
+    folder = save_set(tmp_path, 5)
+    assert run_state.frontier(folder) == 10
+    for text in ("[", "[]", '{"step": 4, "cursor": {"frontier": 10}}', '{"step": 5}', '{"step": 5, "cursor": null}'):
+        (folder / "run_state.json").write_text(text)
+        assert run_state.frontier(folder) == 0
+    (folder / "run_state.json").unlink()
+    assert run_state.frontier(folder) == 0
+
+
+def test_a_state_of_another_step_is_not_that_of_the_set(tmp_path: Path) -> None:
+    folder = save_set(tmp_path, 5).rename(tmp_path / "step_00000006")
+    with pytest.raises(ValueError, match=r"step_00000006/run_state\.json is that of step 5"):
+        run_state.load_state(folder)

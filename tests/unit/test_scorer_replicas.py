@@ -55,3 +55,27 @@ async def test_a_call_waits_for_its_turn_to_be_repeated_no_longer_than_for_an_an
     assert "score had no turn to be repeated within 0.3 s, others are repeated on reward scorer 0" in messages
     assert replicas.waits() == []
     await replicas.close()
+
+
+class Answering(Hanging):
+    score = Method(answers=True)
+
+
+@async_test
+async def test_calls_of_a_scorer_that_died_are_repeated_one_after_another_on_the_next() -> None:
+    actors = iter([Hanging(), Answering()])
+    replicas = Replicas(
+        "reward_scorer",
+        1,
+        lambda: next(actors),
+        timeout_s=5.0,
+        supervision=SupervisionSettings(heartbeat_s=0.05, backoff_s=0.01),
+        retries=Retries(backoff_s=0.01),
+        on_event=None,
+    )
+    await replicas.start(5)
+    calls = [asyncio.ensure_future(replicas.call("score")) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    replicas.members()[0].life.end("killed")
+    await asyncio.wait_for(asyncio.gather(*calls), 4)
+    await replicas.close()
