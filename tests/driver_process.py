@@ -94,6 +94,17 @@ def live_members(session: int) -> list[str]:
     return [member for member in members if member]
 
 
+def outliving_members(session: int, seconds: float) -> list[str]:
+    """Those of ``live_members`` that are still there after that time.
+
+    The kernel kills what shares the fate of a process (Ray's, that of the driver) a moment after it.
+    """
+    deadline = time.monotonic() + seconds
+    while (members := live_members(session)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return members
+
+
 def _run(output: Path, target: Callable[..., int], reports: Any, arguments: tuple[Any, ...]) -> None:
     os.setsid()
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

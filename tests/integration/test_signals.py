@@ -18,7 +18,7 @@ from rlhf_cluster.config import Config
 from rlhf_cluster.protocols import LearnerLost, PublishReport, WeightSnapshot, WorkerSlot
 from rlhf_cluster.types import TrainBatch, UpdateResult
 from tests import toy_run
-from tests.driver_process import Driver, live_members
+from tests.driver_process import Driver, live_members, outliving_members
 from tests.toy_run import Hold, ToyFleet, toy_config
 
 SIGNALS = {signal.SIGTERM: 143, signal.SIGINT: 130}
@@ -100,7 +100,7 @@ def test_a_signal_while_ray_starts_or_ends_leaves_no_process_of_it(folder: Path,
     assert len(live_members(driver.pid)) > 1
     driver.send(signal.SIGTERM)
     assert driver.end(30) == 143, driver.output
-    assert live_members(driver.pid) == [], driver.output
+    assert outliving_members(driver.pid, 3.0) == [], driver.output
     assert newest_step(config) == (None if moment == "start of Ray" else 4)
 
 
