@@ -235,11 +235,14 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_prompt_once_an_e
     configs = [asynchronous_config(tmp_path, f"seed{seed}") for seed in range(6)]
     generators = [random.Random(seed) for seed in range(len(configs))]
     lives = 3
-    for _ in range(lives):
+    for life in range(lives):
         drivers = [Driver(tmp_path / f"{c.run.name}.txt", toy_run.train, c) for c in configs]
         moments = sorted((generator.uniform(0.05, 0.5), index) for index, generator in enumerate(generators))
         started = time.monotonic()
         for moment, index in moments:
+            # Every second run has a set when it dies first, however busy the machine is; the others may have none.
+            if life == 0 and index % 2:
+                wait_for_set(configs[index], 2)
             time.sleep(max(0.0, started + moment - time.monotonic()))
             drivers[index].kill()
     finished = [Driver(tmp_path / f"{config.run.name}.txt", toy_run.train, config) for config in configs]
@@ -267,7 +270,7 @@ def test_an_asynchronous_run_killed_again_and_again_trains_each_prompt_once_an_e
         assert queue.outstanding == 0
     resumed_from = [re.findall(r"resuming from step_(\d+)", driver.output) for driver in finished]
     print(f"resumed from {resumed_from}")
-    assert sum(map(len, resumed_from)) >= len(configs), "the kills come after the first set"
+    assert all(len(lives_resumed) == lives for lives_resumed in resumed_from[1::2])
 
 
 def test_queued_groups_of_the_checkpoint_are_trained_and_not_sampled_again(tmp_path: Path) -> None:
