@@ -10,7 +10,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,13 @@ def test_folder_and_files_are_for_the_owner_alone(tmp_path: Path) -> None:
     assert modes == [0o700, 0o600]
 
 
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_trouble_with_the_folder_stops_no_run_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,13 +200,14 @@ def test_trouble_with_the_folder_stops_no_run_and_is_said_once(
     monkeypatch.setattr(Path, "iterdir", listed)
 
     def breaks_and_heals() -> None:
-        (folder / f"request-{'0' * 16}.json").write_text("[" * 60_000)
-        time.sleep(0.1)
+        request = folder / f"request-{'0' * 16}.json"
+        request.write_text("[" * 60_000)
+        until(lambda: not request.exists())
         broken.set()
-        time.sleep(0.1)
+        until(lambda: "Stale file handle" in caplog.text)
         broken.clear()
         shutil.rmtree(folder)
-        time.sleep(0.1)
+        until(folder.is_dir)
 
     async def asked_afterwards() -> list[Any]:
         serving = asyncio.create_task(driver.server.serve())
