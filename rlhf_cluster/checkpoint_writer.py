@@ -258,7 +258,8 @@ class CheckpointWriter:
             raise
         if past != self._pasts:
             folder = step_folder(self._root, begun.step)
-            log.warning("%s came too late, the run went back before it; it becomes %s", folder, _aside(folder))
+            renamed = await in_disk_thread(lambda: _aside(folder))
+            log.warning("%s came too late, the run went back before it; it becomes %s", folder, renamed)
             return
         self.saved += 1
         if begun.step >= self._failed_step:

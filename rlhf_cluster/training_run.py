@@ -232,10 +232,10 @@ class TrainingRun:
                 lost = error
 
     async def _save_what_is_whole(
-        self, fleet: Fleet, controller: Controller | None, signal: signal.Signals, error: Exception
+        self, fleet: Fleet, controller: Controller | None, received: signal.Signals, error: Exception
     ) -> None:
         """A part failed after the signal that stops the run: save, when the learner lives and is between two steps."""
-        self._view.message(f"stopped by {signal.name}; meanwhile {type(error).__name__}: {error}")
+        self._view.message(f"stopped by {received.name}; meanwhile {type(error).__name__}: {error}")
         if controller is None or isinstance(error, LearnerLost) or self._queue.in_training:
             self._view.message("the newest checkpoint stays what it is")
             return
